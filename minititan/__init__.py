@@ -1,0 +1,1 @@
+"""Composable PyTorch training of language models: one TOML, any layout, exact resume."""
