@@ -1,4 +1,4 @@
-"""Adam and AdamW over named parameters, their state as named tensors, and the learning rate as a pure function.
+"""Adam and AdamW over named parameters, their state as named tensors, and the schedule as a pure function.
 
 The state of every trainable parameter exists from the start (step 0, zero moments), so that what is saved and
 what is loaded is always complete. Hyper-parameters are not state: they come from the config at every start.
@@ -37,7 +37,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """An optimizer of the trainable parameters, its state already there.
 
-    Parameters whose name matches one of the `no_decay` patterns (`*`, `?`, `[...]`; the whole name, case matters)
+    Parameters whose name matches one of the `no_decay` patterns (`*`, `?`, `[...]`, over the whole name)
     get no weight decay. Raises ConfigError for a pattern that matches no parameter.
     """
     undecayed = _matching(no_decay, list(named_parameters))
@@ -67,7 +67,7 @@ def _matching(patterns: Sequence[str], names: Sequence[str]) -> set[str]:
         if not found:
             near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
             faults.append(
-                f"optimizer.no_decay = {pattern!r}: must match the name of a parameter; nearest: {', '.join(near)}"
+                f"optimizer.no_decay = {pattern!r}: must match a parameter's name; nearest: {', '.join(near)}"
             )
         matched |= found
     if faults:
@@ -87,7 +87,7 @@ def _initial_state(parameter: nn.Parameter, *, fused: bool) -> dict[str, Tensor]
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, named_parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, Tensor]:
-    """The live state tensors as `<parameter name>.exp_avg`, `.exp_avg_sq`, `.step`: load into them in place."""
+    """The live state as `<parameter name>.exp_avg`, `.exp_avg_sq`, `.step`, to be loaded in place."""
     return {
         f"{name}.{key}": tensor
         for name, parameter in named_parameters.items()
@@ -112,7 +112,7 @@ class LRPhases:
 
 
 def lr_phases(*, total_steps: int, warmup_steps: int, decay_ratio: float | None) -> LRPhases:
-    """The phases of a schedule; warm-up is clamped to the run, decay (all after warm-up when unset) to the rest."""
+    """The phases of a schedule: warm-up clamped to its length, decay to the rest (all of it when unset)."""
     warmup = min(warmup_steps, total_steps)
     rest = total_steps - warmup
     decay = rest if decay_ratio is None else min(round(total_steps * decay_ratio), rest)
@@ -120,16 +120,16 @@ def lr_phases(*, total_steps: int, warmup_steps: int, decay_ratio: float | None)
 
 
 def lr_clamps(*, total_steps: int, warmup_steps: int, decay_ratio: float | None) -> dict[str, str]:
-    """What `lr_phases` clamps: config key -> one line that says so. The caller shows those that the user set."""
+    """What `lr_phases` clamps, as config key -> one line; the caller shows those that the user set."""
     phases = lr_phases(total_steps=total_steps, warmup_steps=warmup_steps, decay_ratio=decay_ratio)
     clamps: dict[str, str] = {}
     if phases.warmup != warmup_steps:
         clamps["lr_scheduler.warmup_steps"] = (
-            f"lr_scheduler.warmup_steps = {warmup_steps}: longer than the schedule; {phases.warmup} steps are used"
+            f"lr_scheduler.warmup_steps = {warmup_steps}: longer than the run; {phases.warmup} are used"
         )
     if decay_ratio is not None and phases.decay != round(total_steps * decay_ratio):
         clamps["lr_scheduler.decay_ratio"] = (
-            f"lr_scheduler.decay_ratio = {decay_ratio}: warm-up and decay are longer than the schedule; "
+            f"lr_scheduler.decay_ratio = {decay_ratio}: warm-up and decay are longer than the run; "
             f"the rate decays over {phases.decay} steps"
         )
     return clamps
@@ -146,8 +146,8 @@ def lr_at(
 ) -> float:
     """The factor on `optimizer.lr` for the update after `step` complete ones (the first step of a run is 0).
 
-    One virtual step is appended to the stable phase, so that the rate is above its minimum inside the run; past
-    the end it stays at the minimum.
+    One virtual step is appended to the stable phase, so that the rate is above its minimum inside the run;
+    past the end it stays at the minimum.
     """
     phases = lr_phases(total_steps=total_steps, warmup_steps=warmup_steps, decay_ratio=decay_ratio)
     before_decay = phases.warmup + phases.stable

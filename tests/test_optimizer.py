@@ -1,5 +1,6 @@
-"""Optimizers against the published update rule and against torch's own state; the schedule against a table."""
+"""Optimizers against the published rule and torch's own state; the schedule against a table."""
 
+import itertools
 import math
 
 import pytest
@@ -41,7 +42,7 @@ def run(optimizer, named: dict[str, nn.Parameter], steps: range) -> None:
 
 
 def reference(name: str, steps: int, undecayed: set[str]) -> dict[str, torch.Tensor]:
-    """Adam (Kingma and Ba 2015, algorithm 1) and AdamW (Loshchilov and Hutter 2019, algorithm 2) in float64."""
+    """Adam (Kingma and Ba, algorithm 1), AdamW (Loshchilov and Hutter, algorithm 2), in float64."""
     values = {key: p.detach().double() for key, p in parameters().items()}
     first = {key: torch.zeros_like(v) for key, v in values.items()}
     second = {key: torch.zeros_like(v) for key, v in values.items()}
@@ -67,10 +68,7 @@ def test_a_no_decay_pattern_that_matches_nothing_is_an_error_for_each_pattern():
             **SETTINGS,
         )
     first, second = caught.value.faults
-    assert (
-        first
-        == "optimizer.no_decay = 'nrom.weight': must match the name of a parameter; nearest: norm.weight"
-    )
+    assert first == "optimizer.no_decay = 'nrom.weight': must match a parameter's name; nearest: norm.weight"
     assert "'head*'" in second
 
 
@@ -177,10 +175,7 @@ def test_without_a_decay_ratio_everything_after_warm_up_decays():
 def test_clamping_is_told():
     assert lr_clamps(total_steps=20, warmup_steps=5, decay_ratio=0.5) == {}
     told = lr_clamps(total_steps=20, warmup_steps=200, decay_ratio=None)
-    assert (
-        list(told) == ["lr_scheduler.warmup_steps"]
-        and "20 steps are used" in told["lr_scheduler.warmup_steps"]
-    )
+    assert list(told) == ["lr_scheduler.warmup_steps"] and "20 are used" in told["lr_scheduler.warmup_steps"]
     told = lr_clamps(total_steps=20, warmup_steps=15, decay_ratio=0.5)
     assert list(told) == ["lr_scheduler.decay_ratio"] and "5 steps" in told["lr_scheduler.decay_ratio"]
 
@@ -211,6 +206,4 @@ def test_schedule_is_bounded_monotone_and_above_the_minimum_inside_the_run(
     assert all(factor > 0 for factor in factors[:total])
     assert all(factor >= minimum - 1e-12 for factor in factors[phases.warmup :])
     rising, falling = factors[: phases.warmup], factors[phases.warmup :]
-    assert rising == sorted(rising) and all(
-        a >= b - 1e-12 for a, b in zip(falling, falling[1:], strict=False)
-    )
+    assert rising == sorted(rising) and all(a >= b - 1e-12 for a, b in itertools.pairwise(falling))
