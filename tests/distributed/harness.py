@@ -36,8 +36,8 @@ def run_ranks(fn: Callable[..., R], nprocs: int, *args: object, timeout: float =
     """The results of `fn(rank, nprocs, *args)` on `nprocs` ranks, in rank order.
 
     `fn` is a function at the top of a module; the default process group exists when it is called and is taken
-    down after it. Raises RankError when a rank raises or dies, TimeoutError (with the stacks) when one has not
-    ended `timeout` seconds after the last one started. No rank outlives the call.
+    down after it. RankError: a rank raised or died. TimeoutError, with the stacks: one had not ended
+    `timeout` seconds after the last one started. No rank outlives the call.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
