@@ -1,0 +1,70 @@
+"""The `minititan` command and its subcommands; `python -m minititan` is the same.
+
+A subcommand is a function of the words after its name that returns the exit code. What it needs is imported inside
+it, so that `minititan config` answers without loading torch.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+
+from minititan.config import ConfigError, load
+from minititan.config.command_line import USAGE
+from minititan.config.schema import Config
+
+
+def config_command(argv: Sequence[str]) -> int:
+    """Prints the resolved TOML of a run, or with `--schema` the JSON schema of the file."""
+    if list(argv) == ["--schema"]:
+        print(json.dumps(Config.model_json_schema(), indent=2))
+    else:
+        print(load(argv).to_toml(), end="")
+    return 0
+
+
+def train_command(argv: Sequence[str]) -> int:
+    """Trains in this one process; with torchrun, start `torchrun -m minititan.train` instead."""
+    from minititan.train import main as train
+
+    return train(argv)
+
+
+COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "config": (config_command, "print the resolved TOML of a run; --schema: the JSON schema for editors"),
+    "train": (train_command, "train in one process (several: torchrun -m minititan.train)"),
+}
+
+
+def help_text() -> str:
+    """What `minititan --help` prints."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {line}" for name, (_, line) in COMMANDS.items()]
+    head = "usage: minititan COMMAND --job.config_file FILE.toml [--section.key VALUE]..."
+    return "\n".join(
+        [head, "", "commands:", *lines, "", "Every key of the file is described in docs/config.md."]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a subcommand; returns the exit code, 2 for what the user can mend."""
+    name, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name in ("-h", "--help", "help"):
+        print(help_text())
+        return 0
+    if name not in COMMANDS:
+        print(f"command line: {name}: no such command; commands: {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    if any(word in ("-h", "--help") for word in rest):
+        print(f"minititan {name}: {COMMANDS[name][1]}\n{USAGE}")
+        return 0
+    try:
+        return COMMANDS[name][0](rest)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,8 @@
+"""The config of a run: `load` makes it from a TOML file and the command line, `validate` fits it to the processes."""
+
+from minititan.config.error import ConfigError
+from minititan.config.load import load
+from minititan.config.schema import Config
+from minititan.config.validate import Layout, validate
+
+__all__ = ["Config", "ConfigError", "Layout", "load", "validate"]

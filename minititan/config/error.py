@@ -1,0 +1,34 @@
+"""What a user gets for a wrong value: one line a fault, `WHERE: KEY = VALUE: RULE; WAY OUT`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """One or more faults that the user can mend; the program ends with exit code 2 and prints no traceback."""
+
+    def __init__(self, *faults: str) -> None:
+        super().__init__("\n".join(faults))
+        self.faults = faults
+
+
+def literal(value: Any) -> str:
+    """`value` on one line as a TOML file would have it; None is "unset"."""
+    if value is None:
+        return "unset"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(literal(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {literal(item)}" for key, item in value.items()) + "}"
+    return str(value)
+
+
+def fault_line(where: str, key: str, value: Any, rule: str, way_out: str = "") -> str:
+    """The one line of a fault."""
+    return f"{where}: {key} = {literal(value)}: {rule}" + (f"; {way_out}" if way_out else "")

@@ -1,0 +1,238 @@
+"""The rules that need no layout: ranges and choices of keys whose feature is on, features that are still to come,
+and keys that must agree with each other.
+
+A feature has one switch. While it is off, its other keys may have any value of their type.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from typing import NamedTuple
+
+from minititan.config.error import literal
+from minititan.config.fields import Choices, marks
+from minititan.config.schema import Config, all_keys
+
+
+class Feature(NamedTuple):
+    """Keys that count only while `on`: those that begin with one of `prefixes`, without the `switches`."""
+
+    prefixes: tuple[str, ...]
+    switches: tuple[str, ...]
+    on: Callable[[Config], bool]
+
+
+FEATURES = (
+    Feature(
+        ("profiling.",),
+        ("profiling.enable_profiling", "profiling.enable_memory_snapshot"),
+        lambda c: c.profiling.enable_profiling or c.profiling.enable_memory_snapshot,
+    ),
+    Feature(
+        ("training.dataloader.",),
+        ("training.dataloader.num_workers",),
+        lambda c: c.training.dataloader.num_workers > 0,
+    ),
+    Feature(
+        ("parallelism.pipeline_parallel_", "parallelism.module_fqns_per_model_part"),
+        ("parallelism.pipeline_parallel_degree",),
+        lambda c: c.parallelism.pipeline_parallel_degree > 1,
+    ),
+    Feature(
+        ("parallelism.context_parallel_",),
+        ("parallelism.context_parallel_degree",),
+        lambda c: c.parallelism.context_parallel_degree > 1,
+    ),
+    Feature(
+        ("parallelism.expert_",),
+        ("parallelism.expert_parallel_degree",),
+        lambda c: c.parallelism.expert_parallel_degree > 1,
+    ),
+    Feature(("checkpoint.",), ("checkpoint.enable",), lambda c: c.checkpoint.enable),
+    Feature(
+        ("activation_checkpoint.",),
+        ("activation_checkpoint.mode",),
+        lambda c: c.activation_checkpoint.mode != "none",
+    ),
+    Feature(
+        ("activation_checkpoint.memory_budget",),
+        (),
+        lambda c: c.activation_checkpoint.mode == "memory_budget",
+    ),
+    Feature(("compile.",), ("compile.enable",), lambda c: c.compile.enable),
+    Feature(("memory_estimation.",), ("memory_estimation.enable",), lambda c: c.memory_estimation.enable),
+    Feature(("fault_tolerance.",), ("fault_tolerance.enable",), lambda c: c.fault_tolerance.enable),
+    Feature(("validation.",), ("validation.enable",), lambda c: c.validation.enable),
+    Feature(
+        ("validation.dataloader.",),
+        ("validation.dataloader.num_workers",),
+        lambda c: c.validation.enable and c.validation.dataloader.num_workers > 0,
+    ),
+)
+
+
+class Refusal(NamedTuple):
+    """A feature that is not there: refused when `asked`."""
+
+    key: str
+    asked: Callable[[Config], bool]
+    rule: str
+    way_out: str
+
+
+def _not_yet(
+    key: str, feature: str, off: object, condition: Callable[[Config], bool] = lambda c: True
+) -> Refusal:
+    """A refusal of every value of `key` but `off`, while `condition` holds."""
+    rule = f"{feature} is not there yet"
+    return Refusal(key, lambda c: condition(c) and c.value(key) != off, rule, f"only {literal(off)} so far")
+
+
+def _checkpoints(config: Config) -> bool:
+    return config.checkpoint.enable
+
+
+def _op_selective(config: Config) -> bool:
+    return (
+        config.activation_checkpoint.mode == "selective"
+        and config.activation_checkpoint.selective_ac_option == "op"
+    )
+
+
+REFUSALS = (
+    _not_yet("job.custom_config_module", "extending the config by a module", ""),
+    _not_yet("experimental.custom_args_module", "extending the config by a module", ""),
+    _not_yet("model.converters", "converting the model (float8, MX)", ()),
+    _not_yet("optimizer.early_step_in_backward", "the optimizer step inside the backward pass", False),
+    _not_yet("training.enable_cpu_offload", "CPU offload", False),
+    _not_yet("training.gc_debug", "debugging of the garbage collector", False),
+    Refusal(
+        "training.dtype",
+        lambda c: c.training.dtype == "bfloat16",
+        "training with bfloat16 parameters is not there yet",
+        'use "float32" and training.mixed_precision_param = "bfloat16"',
+    ),
+    Refusal(
+        "training.mixed_precision_param",
+        lambda c: c.training.mixed_precision_param == "float16",
+        "float16 with loss scaling is not there yet",
+        'use "auto", "bfloat16" or "float32"',
+    ),
+    _not_yet("parallelism.enable_async_tensor_parallel", "asynchronous tensor parallelism", False),
+    _not_yet("parallelism.pipeline_parallel_degree", "pipeline parallelism", 1),
+    _not_yet("parallelism.context_parallel_degree", "context parallelism", 1),
+    _not_yet("parallelism.expert_parallel_degree", "expert parallelism", 1),
+    _not_yet("checkpoint.initial_load_in_hf", "import from the form of Hugging Face", False, _checkpoints),
+    _not_yet(
+        "checkpoint.initial_load_in_hf_quantized", "import from the form of Hugging Face", False, _checkpoints
+    ),
+    _not_yet("checkpoint.last_save_in_hf", "export to the form of Hugging Face", False, _checkpoints),
+    _not_yet(
+        "checkpoint.export_dtype",
+        "export in another type",
+        "float32",
+        lambda c: c.checkpoint.enable and c.checkpoint.last_save_model_only,
+    ),
+    _not_yet("checkpoint.async_mode", "saving in the background", "disabled", _checkpoints),
+    Refusal(
+        "checkpoint.create_seed_checkpoint",
+        lambda c: c.checkpoint.create_seed_checkpoint,
+        "not needed: with one seed every layout starts from the same weights",
+        "leave it out",
+    ),
+    Refusal(
+        "activation_checkpoint.mode",
+        lambda c: c.activation_checkpoint.mode == "memory_budget",
+        "activation checkpointing by memory budget is not there yet",
+        'use "none", "selective" or "full"',
+    ),
+    Refusal(
+        "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns",
+        lambda c: (
+            _op_selective(c)
+            and c.activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns
+            not in ((), ("moe.router.gate",))
+        ),
+        "forced recomputation by module is not there yet",
+        "leave it out",
+    ),
+    _not_yet("comm.mode", "training without real processes", "default"),
+    _not_yet("memory_estimation.enable", "memory estimation", False),
+    _not_yet("fault_tolerance.enable", "fault tolerance by torchft", False),
+    _not_yet("debug.moe_force_load_balance", "mixture of experts", False),
+)
+
+
+def is_on(config: Config, key: str) -> bool:
+    """Whether the feature that `key` belongs to is switched on."""
+    return all(
+        feature.on(config)
+        for feature in FEATURES
+        if key.startswith(feature.prefixes) and key not in feature.switches
+    )
+
+
+def key_faults(config: Config) -> list[str]:
+    """The faults of single keys: out of range, no such choice, or a feature that is not there."""
+    faults = []
+    refused = {refusal.key for refusal in REFUSALS if refusal.asked(config)}
+    for key, field in all_keys().items():
+        value = config.value(key)
+        if value is None or key in refused or not is_on(config, key):
+            continue
+        for mark in marks(field):
+            if not mark.allows(value):
+                faults.append(config.fault(key, mark.rule(), _nearest_choice(value, mark)))
+    option = config.activation_checkpoint.selective_ac_option
+    if config.activation_checkpoint.mode == "selective" and option != "op" and not _is_positive(option):
+        rule = 'must be "op", or a positive integer N for every N-th block'
+        faults.append(config.fault("activation_checkpoint.selective_ac_option", rule))
+    faults += [config.fault(r.key, r.rule, r.way_out) for r in REFUSALS if r.asked(config)]
+    return faults
+
+
+def _is_positive(text: str) -> bool:
+    return text.isascii() and text.isdigit() and int(text) > 0
+
+
+def _nearest_choice(value: object, mark: object) -> str:
+    if not isinstance(mark, Choices):
+        return ""
+    for word in (value,) if isinstance(value, str) else value if isinstance(value, tuple) else ():
+        if word not in mark.words and (close := difflib.get_close_matches(word, mark.words, n=1)):
+            return f"nearest: {literal(close[0])}"
+    return ""
+
+
+def relation_faults(config: Config) -> list[str]:
+    """The faults of keys that must agree with each other whatever the layout."""
+    faults = []
+    profiling = config.profiling
+    if (
+        profiling.enable_profiling
+        and profiling.profile_freq < profiling.profiler_warmup + profiling.profiler_active
+    ):
+        least = profiling.profiler_warmup + profiling.profiler_active
+        rule = f"must be at least profiler_warmup + profiler_active ({least})"
+        faults.append(config.fault("profiling.profile_freq", rule))
+    total_steps = config.lr_scheduler.total_steps
+    if total_steps is not None and total_steps < config.training.steps:
+        rule = f"must be at least training.steps ({config.training.steps})"
+        faults.append(config.fault("lr_scheduler.total_steps", rule, "raise it or leave it out"))
+    return faults
+
+
+def schedule_notes(config: Config) -> list[str]:
+    """A warning line for each value of the schedule that the user set and that is clamped to the schedule's length."""
+    schedule = config.lr_scheduler
+    total = schedule.total_steps or config.training.steps
+    notes = []
+    if schedule.warmup_steps > total and config.where("lr_scheduler.warmup_steps") != "default":
+        key = "lr_scheduler.warmup_steps"
+        notes.append(config.fault(key, f"longer than the schedule; {total} steps are used"))
+    warmup = min(schedule.warmup_steps, total)
+    if schedule.decay_ratio is not None and round(total * schedule.decay_ratio) > total - warmup:
+        rule = f"warm-up and decay are longer than the schedule; {total - warmup} steps of decay are used"
+        notes.append(config.fault("lr_scheduler.decay_ratio", rule))
+    return notes

@@ -1,0 +1,453 @@
+"""Every section and key of a run's TOML file, with its type, default and meaning: the manual.
+
+Names, types and defaults are those of TorchTitan 0.2.2; where a default differs or a key is our own, the text beside
+it says so. Sections whose features are still to come are in `later.py`. `docs/config.md` is made from this file.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Annotated, Any, Literal
+
+from pydantic import PrivateAttr
+from pydantic.fields import FieldInfo
+
+from minititan.config.error import fault_line
+from minititan.config.fields import (
+    INT64_MAX,
+    Choices,
+    Fraction,
+    Natural,
+    OptionalStringLists,
+    OptionalText,
+    Positive,
+    Range,
+    Seconds,
+    Section,
+    Strings,
+    Table,
+    Text,
+    keys,
+)
+from minititan.config.later import FaultTolerance, MemoryEstimation, Quantize
+
+
+class Job(Section):
+    """The run: its file, its name, and the folder of everything that it writes."""
+
+    config_file: OptionalText = None
+    """The TOML file of the run; given on the command line."""
+    dump_folder: Text = "./outputs"
+    """Folder of everything the run writes: checkpoints, logs, traces."""
+    description: str = "default job"
+    """Free text, shown at the start."""
+    print_config: bool = False
+    """Print the resolved TOML at the start."""
+    save_config_file: OptionalText = None
+    """File name in `dump_folder` under which the resolved TOML is saved; unset or empty: not saved."""
+    custom_config_module: str = ""
+    """Module with more sections, as in TorchTitan; only "" so far."""
+
+
+class Profiling(Section):
+    """Traces of torch.profiler and snapshots of GPU memory, one file a rank."""
+
+    enable_profiling: bool = False
+    """Record traces."""
+    save_traces_folder: Text = "profile_traces"
+    """Folder of the traces, under `job.dump_folder`."""
+    profile_freq: Positive = 10
+    """Steps from one trace to the next; at least warm-up + active steps."""
+    profiler_active: Positive = 1
+    """Steps recorded in each trace."""
+    profiler_warmup: Natural = 3
+    """Steps before each trace in which the profiler runs and discards."""
+    enable_memory_snapshot: bool = False
+    """Record the history of GPU memory (CUDA only), every `profile_freq` steps and when memory runs out."""
+    save_memory_snapshot_folder: Text = "memory_snapshot"
+    """Folder of the snapshots, under `job.dump_folder`."""
+
+
+class Metrics(Section):
+    """What is logged, how often and where. `metrics.jsonl` in `job.dump_folder` is always written."""
+
+    log_freq: Positive = 10
+    """Steps from one log line to the next; step 1 is logged too."""
+    enable_tensorboard: bool = False
+    """Write TensorBoard events."""
+    disable_color_printing: bool = False
+    """Print the console lines without colors (always so when the output is no terminal)."""
+    save_tb_folder: Text = "tb"
+    """Folder of the TensorBoard events, under `job.dump_folder`."""
+    save_for_all_ranks: bool = False
+    """Every rank writes TensorBoard events of its own, not rank 0 alone."""
+    enable_wandb: bool = False
+    """Log to Weights & Biases; needs the `wandb` extra."""
+    log_batch_hash: bool = False
+    """Own key. Add `batch_sha256`, a hash of the step's global token ids, to `metrics.jsonl`."""
+    peak_tflops: Annotated[float | None, Range(above=0)] = None
+    """Own key. Peak TFLOP/s of one device, for MFU; unset: from the table of known GPUs, else MFU is n/a."""
+
+
+class Model(Section):
+    """Which model is trained, and its tokenizer."""
+
+    name: Text = "llama3"
+    """A name of the registry."""
+    flavor: Text = "debugmodel"
+    """A size of that model."""
+    hf_assets_path: str = ""
+    """Folder with tokenizer.json, or that file; "": the built-in byte tokenizer. (TorchTitan: a test folder.)"""
+    converters: Annotated[
+        Strings,
+        Choices(
+            (
+                "quantize.linear.float8",
+                "quantize.linear.mx",
+                "quantize.grouped_mm.float8",
+                "quantize.grouped_mm.mx",
+            )
+        ),
+    ] = ()
+    """Conversions of the model, in this order; only [] so far."""
+    print_after_conversion: bool = False
+    """Print the model after the conversions."""
+    args: Table = {}
+    """Own key, `[model.args]`: fields of the model's arguments that replace those of the flavor."""
+
+
+class Optimizer(Section):
+    """The optimizer and its constants."""
+
+    name: Literal["AdamW", "Adam"] = "AdamW"
+    """The algorithm."""
+    lr: Annotated[float, Range(low=0)] = 8e-4
+    """Peak learning rate."""
+    beta1: Annotated[float, Range(low=0, below=1)] = 0.9
+    """Decay of the first moment, a step."""
+    beta2: Annotated[float, Range(low=0, below=1)] = 0.95
+    """Decay of the second moment, a step."""
+    eps: Annotated[float, Range(low=0)] = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: Annotated[float, Range(low=0)] = 0.1
+    """Decoupled for AdamW, part of the gradient for Adam."""
+    implementation: Literal["for-loop", "foreach", "fused"] = "fused"
+    """How the update is computed; the numbers are the same up to rounding."""
+    early_step_in_backward: bool = False
+    """Update each parameter inside the backward pass; only false so far."""
+    no_decay: Strings = ()
+    """Own key. Patterns (with * and ?) of the names of parameters that get no weight decay."""
+
+
+class LRScheduler(Section):
+    """Learning rate by step: linear warm-up, a stable part, decay."""
+
+    warmup_steps: Natural = 200
+    """Steps of the warm-up."""
+    total_steps: Annotated[int | None, Range(low=1)] = None
+    """Length of the schedule, at least `training.steps`; unset: `training.steps`."""
+    decay_ratio: Annotated[float | None, Range(low=0, high=1)] = None
+    """Part of the schedule spent in decay; unset: all after the warm-up."""
+    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
+    """Shape of the decay."""
+    min_lr_factor: Fraction = 0.0
+    """The decay ends at this part of `optimizer.lr`."""
+
+
+class DataLoader(Section):
+    """Processes that read ahead."""
+
+    num_workers: Annotated[int, Range(low=0, high=1024)] = 0
+    """Worker processes; 0 reads in the trainer's process and is the fastest for prepared tokens."""
+    persistent_workers: bool = False
+    """Keep the workers between two passes; of use only with workers."""
+    pin_memory: bool = False
+    """Copy batches to pinned memory (CUDA only)."""
+    prefetch_factor: Annotated[int | None, Range(low=1, high=1024)] = None
+    """Batches each worker reads ahead; of use only with workers; unset: 2."""
+
+
+class Training(Section):
+    """Data, batch, precision and length of the run."""
+
+    dataset: Text = "stdlib"
+    """Data set: "stdlib" (built in) or a name such as "c4". (TorchTitan: "c4_test".)"""
+    dataset_path: OptionalText = None
+    """Local file, folder or glob that is used instead of a download; unset or empty: none."""
+    local_batch_size: Positive = 8
+    """Sequences in a micro-batch of one data-parallel rank."""
+    global_batch_size: Annotated[int, Range(low=1, special=-1)] = -1
+    """Sequences in a step over all ranks; -1: `local_batch_size` x data-parallel degree (no accumulation)."""
+    seq_len: Positive = 2048
+    """Tokens in a sequence."""
+    max_norm: Annotated[float, Range(above=0)] = 1.0
+    """Gradients are scaled down to this global norm."""
+    steps: Positive = 10000
+    """Optimizer steps of the whole run, restarts included."""
+    enable_cpu_offload: bool = False
+    """Keep parameters, gradients and moments in CPU memory; only false so far."""
+    dtype: Literal["bfloat16", "float32", "float64"] = "float32"
+    """Type of the parameters and moments. "float64" is our own, for tests; "bfloat16" is still to come."""
+    mixed_precision_param: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Type of the computation. "auto" (own, the default; TorchTitan: bfloat16): bfloat16 where the device computes it
+    natively, else float32. "float16" is still to come."""
+    mixed_precision_reduce: Literal["float32"] = "float32"
+    """Type in which gradients are summed over ranks."""
+    gc_freq: Positive = 50
+    """Steps from one run of Python's garbage collector to the next."""
+    gc_debug: bool = False
+    """Report what the garbage collector finds; only false so far."""
+    dataloader: DataLoader = DataLoader()
+
+
+class Parallelism(Section):
+    """How the run is spread over processes. The degrees multiply to the number of processes."""
+
+    data_parallel_replicate_degree: Positive = 1
+    """Replicas; each replica is sharded `data_parallel_shard_degree` ways."""
+    data_parallel_shard_degree: Annotated[int, Range(low=1, special=-1)] = -1
+    """Ways that parameters, gradients and moments are sharded (FSDP); -1: what the other degrees leave."""
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
+    """Free the gathered parameters after the forward pass and gather them again for the backward pass."""
+    tensor_parallel_degree: Positive = 1
+    """Ways that the layers' matrices and the sequence are split."""
+    disable_loss_parallel: bool = False
+    """Compute the loss on whole rows of logits, not split by vocabulary over the tensor-parallel ranks."""
+    disable_sequence_parallel: bool = False
+    """Own key. Keep the sequence whole between the layers under tensor parallelism."""
+    disable_embedding_parallel: bool = False
+    """Own key. Keep the token embedding whole under tensor parallelism."""
+    enable_async_tensor_parallel: bool = False
+    """Overlap tensor-parallel communication with computation; only false so far."""
+    pipeline_parallel_degree: Positive = 1
+    """Pipeline stages' ranks; only 1 so far."""
+    module_fqns_per_model_part: OptionalStringLists = None
+    """Modules of each pipeline stage; unset: split evenly."""
+    pipeline_parallel_first_stage_less_layers: Natural = 1
+    """Layers that the first stage has less, for the embedding's cost."""
+    pipeline_parallel_last_stage_less_layers: Natural = 1
+    """Layers that the last stage has less, for the head's cost."""
+    pipeline_parallel_layers_per_stage: Annotated[int | None, Range(low=1)] = None
+    """Layers of a stage; unset: as the schedule needs."""
+    pipeline_parallel_schedule: str = "1F1B"
+    """Schedule of the pipeline."""
+    pipeline_parallel_schedule_csv: OptionalText = None
+    """File with a schedule; unset or empty: none."""
+    pipeline_parallel_microbatch_size: Positive = 1
+    """Sequences in a micro-batch of the pipeline."""
+    pipeline_parallel_expert_parallel_overlap: bool = True
+    """Overlap expert communication with another micro-batch."""
+    context_parallel_degree: Positive = 1
+    """Ways that the sequence is split for attention; only 1 so far."""
+    context_parallel_load_balancer: OptionalText = "headtail"
+    """How the sequence is dealt out, so that causal attention costs every rank the same."""
+    context_parallel_rotate_method: Literal["allgather", "alltoall"] = "allgather"
+    """How keys and values move."""
+    expert_parallel_degree: Positive = 1
+    """Ways that the experts are spread; only 1 so far."""
+    expert_tensor_parallel_degree: Positive = 1
+    """Tensor-parallel degree inside an expert."""
+    expert_parallel_comm_backend: Literal["standard", "deepep"] = "standard"
+    """How tokens are sent to experts."""
+
+
+class Checkpoint(Section):
+    """Saving, resuming and starting from checkpoints."""
+
+    enable: bool = False
+    """Save checkpoints, and resume from the newest one in the folder."""
+    enable_ft_dataloader_checkpoints: bool = True
+    """Of use only with `fault_tolerance.enable`."""
+    folder: Text = "checkpoint"
+    """Folder of the checkpoints, under `job.dump_folder`."""
+    interval: Positive = 500
+    """Steps from one checkpoint to the next; the last step is always saved."""
+    initial_load_path: OptionalText = None
+    """A `step-N` folder to start from where the run has no checkpoint of its own; unset or empty: none."""
+    initial_load_model_only: bool = True
+    """Take only the weights from `initial_load_path`; the run starts at step 0."""
+    initial_load_in_hf: bool = False
+    """`initial_load_path` is in the form of Hugging Face; only false so far."""
+    initial_load_in_hf_quantized: bool = False
+    """The same with quantised weights; only false so far."""
+    last_save_model_only: bool = False
+    """Save only the weights at the last step; the run can then not be continued. (TorchTitan: true.)"""
+    last_save_in_hf: bool = False
+    """Save the last step in the form of Hugging Face; only false so far."""
+    export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
+    """Type of the weights saved under `last_save_model_only`; only "float32" so far."""
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
+    """Save in the background; only "disabled" so far."""
+    keep_latest_k: Natural = 10
+    """Checkpoints that are kept; 0: all."""
+    load_step: Annotated[int, Range(low=0, special=-1)] = -1
+    """Step to resume from; -1: the newest."""
+    exclude_from_loading: Annotated[
+        Strings, Choices(("model", "optimizer", "lr_scheduler", "dataloader", "train_state"))
+    ] = ()
+    """Parts that are not read from a checkpoint."""
+    enable_first_step_checkpoint: bool = False
+    """Save after step 1 too, to find out early that saving works."""
+    create_seed_checkpoint: bool = False
+    """Only false: every layout starts from the same weights without a seed checkpoint."""
+    load_only: bool = False
+    """Load, but save nothing."""
+
+
+class ActivationCheckpoint(Section):
+    """Recompute activations in the backward pass instead of keeping them."""
+
+    mode: Literal["selective", "full", "memory_budget", "none"] = "selective"
+    """Which blocks, or which of their operations, are recomputed; "memory_budget" is still to come."""
+    selective_ac_option: str = "2"
+    """With "selective": "op" keeps the costly operations of each block; "N" recomputes every N-th block."""
+    per_op_sac_force_recompute_mm_shapes_by_fqns: Strings = ("moe.router.gate",)
+    """With "op": modules whose matrix products are recomputed all the same; only the default or [] so far."""
+    early_stop: bool = False
+    """Stop recomputing a block when all that is needed is there."""
+    memory_budget: Fraction = 0.5
+    """With "memory_budget": 0 keeps as little as "full", 1 keeps all."""
+    visualize_memory_budget_pareto: bool = False
+    """With "memory_budget": write the curve of memory against time."""
+    preserve_rng_state: bool = True
+    """Restore the random state for recomputation, so that dropout is the same."""
+    determinism_check: Annotated[str, Choices(("default", "none"))] = "default"
+    """Compare shapes and types of what is recomputed: "default", or "none"."""
+    debug: bool = False
+    """Record what is recomputed, for error messages; slow."""
+
+
+class Compile(Section):
+    """torch.compile, block by block."""
+
+    enable: bool = False
+    """Compile."""
+    components: Annotated[Strings, Choices(("model", "loss"))] = ("model", "loss")
+    """What is compiled."""
+    backend: Text = "inductor"
+    """Backend of torch.compile."""
+
+
+class Comm(Section):
+    """Time limits of collective operations, and NCCL's flight recorder."""
+
+    init_timeout_seconds: Seconds = 300
+    """Limit up to the end of the first step."""
+    train_timeout_seconds: Seconds = 100
+    """Limit after the first step."""
+    trace_buf_size: Annotated[int, Range(low=0, high=10_000_000)] = 20000
+    """Operations that the flight recorder keeps; 0: off."""
+    save_traces_folder: Text = "comm_traces"
+    """Folder of the recorder's files, under `job.dump_folder`."""
+    save_traces_file_prefix: str = "rank_"
+    """Beginning of the files' names."""
+    mode: Literal["default", "fake_backend", "local_tensor"] = "default"
+    """Only "default": real processes."""
+
+
+class Experimental(Section):
+    """Code of the user."""
+
+    custom_import: str = ""
+    """Module that is imported at the start, to register models; "": none."""
+    custom_args_module: str = ""
+    """Old name of `job.custom_config_module`; only "" so far."""
+
+
+class Validation(Section):
+    """Loss on data that is not trained on."""
+
+    enable: bool = False
+    """Validate."""
+    dataset: Text = "c4_validation"
+    """Data set; "stdlib" is the held-out part of the built-in data."""
+    dataset_path: OptionalText = None
+    """Local file, folder or glob that is used instead of a download; unset or empty: none."""
+    local_batch_size: Positive = 8
+    """Sequences in a batch of one data-parallel rank."""
+    seq_len: Positive = 2048
+    """Tokens in a sequence."""
+    freq: Positive = 10
+    """Steps from one validation to the next."""
+    steps: Annotated[int, Range(low=1, special=-1)] = -1
+    """n: n x `local_batch_size` sequences over all ranks together (TorchTitan: for each rank); -1: the whole set."""
+    dataloader: DataLoader = DataLoader()
+
+
+class Debug(Section):
+    """Seeds and determinism."""
+
+    seed: Annotated[int | None, Range(low=0, high=INT64_MAX)] = 0
+    """Seed of weights and data order. (TorchTitan: none.)"""
+    deterministic: bool = False
+    """Only deterministic algorithms; an operation that has none is an error."""
+    deterministic_warn_only: bool = False
+    """With `deterministic`: warn instead."""
+    moe_force_load_balance: bool = False
+    """Send the same number of tokens to each expert; only false so far."""
+
+
+class Data(Section):
+    """Own section: how text becomes prepared tokens."""
+
+    cache_folder: OptionalText = None
+    """Folder of prepared tokens; shared storage on several nodes; unset or empty: the user's cache folder."""
+    text_key: Text = "text"
+    """Key of the text in a JSON line."""
+    add_bos: bool = False
+    """Begin each document with the tokenizer's beginning-of-sequence id."""
+    add_eos: bool = True
+    """End each document with the tokenizer's end-of-sequence id."""
+
+
+class Config(Section):
+    """The whole file. `load` makes one; nothing changes it afterwards."""
+
+    job: Job = Job()
+    profiling: Profiling = Profiling()
+    metrics: Metrics = Metrics()
+    model: Model = Model()
+    optimizer: Optimizer = Optimizer()
+    lr_scheduler: LRScheduler = LRScheduler()
+    training: Training = Training()
+    data: Data = Data()
+    parallelism: Parallelism = Parallelism()
+    checkpoint: Checkpoint = Checkpoint()
+    activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
+    compile: Compile = Compile()
+    quantize: Quantize = Quantize()
+    comm: Comm = Comm()
+    memory_estimation: MemoryEstimation = MemoryEstimation()
+    fault_tolerance: FaultTolerance = FaultTolerance()
+    experimental: Experimental = Experimental()
+    validation: Validation = Validation()
+    debug: Debug = Debug()
+
+    _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    def value(self, key: str) -> Any:
+        """The value of a dotted key; None for one that is not there (in `model.args`)."""
+        found: Any = self
+        for name in key.split("."):
+            found = found.get(name) if isinstance(found, dict) else getattr(found, name)
+        return found
+
+    def where(self, key: str) -> str:
+        """Where the value of a dotted key comes from: the TOML file's name, "command line" or "default"."""
+        return self._origins.get(key, "default")
+
+    def fault(self, key: str, rule: str, way_out: str = "") -> str:
+        """The line that tells the user what is wrong with the value of `key`."""
+        return fault_line(self.where(key), key, self.value(key), rule, way_out)
+
+    def to_toml(self) -> str:
+        """The TOML file that gives this config; unset optional keys are left out."""
+        import tomli_w
+
+        return tomli_w.dumps(self.model_dump(exclude_none=True))
+
+
+@cache
+def all_keys() -> dict[str, FieldInfo]:
+    """Every dotted key of the schema."""
+    return dict(keys(Config))

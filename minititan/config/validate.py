@@ -1,0 +1,171 @@
+"""The rules that need the number of processes and the model: does this config fit them, and which layout follows?
+
+All faults are reported at once, before any process group exists. Nothing here touches a device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from minititan.config.error import ConfigError
+from minititan.config.rules import key_faults, relation_faults
+from minititan.config.schema import Config
+
+TP = "parallelism.tensor_parallel_degree"
+REPLICATE = "parallelism.data_parallel_replicate_degree"
+SHARD = "parallelism.data_parallel_shard_degree"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The degrees of a run with nothing left open, and the batch that follows from them."""
+
+    world_size: int
+    dp_replicate: int
+    dp_shard: int
+    tp: int
+    global_batch_size: int
+    accumulation_steps: int
+
+    @property
+    def dp(self) -> int:
+        """The data-parallel degree: how many ranks read different samples."""
+        return self.dp_replicate * self.dp_shard
+
+
+def validate(
+    config: Config, args: Any, world_size: int, *, tensor_parallel_plan: bool, vocab_size: int
+) -> Layout:
+    """The layout on `world_size` processes; every fault in one `ConfigError`.
+
+    `args` are the model's arguments, any of whose fields may be missing; `vocab_size` is the tokenizer's.
+    `tensor_parallel_plan` says whether the model has one.
+    """
+    faults = key_faults(config) or relation_faults(config)
+    faults += _tensor_parallel_faults(config, args, world_size, tensor_parallel_plan)
+    faults += _length_faults(config, args)
+    faults += _vocabulary_faults(config, args, vocab_size)
+    dp_shard, degree_faults = _shard_degree(config, world_size)
+    faults += degree_faults
+    dp = config.parallelism.data_parallel_replicate_degree * dp_shard
+    batch = config.training.local_batch_size * dp
+    global_batch_size = (
+        batch if config.training.global_batch_size == -1 else config.training.global_batch_size
+    )
+    if dp > 0 and global_batch_size % batch:
+        faults.append(_batch_fault(config, dp))
+    if faults:
+        raise ConfigError(*dict.fromkeys(faults))
+    return Layout(
+        world_size=world_size,
+        dp_replicate=config.parallelism.data_parallel_replicate_degree,
+        dp_shard=dp_shard,
+        tp=config.parallelism.tensor_parallel_degree,
+        global_batch_size=global_batch_size,
+        accumulation_steps=global_batch_size // batch,
+    )
+
+
+def divisors(number: int) -> list[int]:
+    """The divisors of a positive number, ascending."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def _head_counts(args: Any) -> dict[str, int]:
+    counts = {name: getattr(args, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
+    return {name: count for name, count in counts.items() if count}
+
+
+def _allowed_tp(args: Any, limit: int | None = None) -> list[int]:
+    """Degrees that divide every head count and, where it is given, `limit`."""
+    counts = [*_head_counts(args).values(), *([limit] if limit else [])]
+    return [d for d in divisors(min(counts)) if all(count % d == 0 for count in counts)] if counts else []
+
+
+def _listed(numbers: list[int]) -> str:
+    return "allowed: " + ", ".join(str(number) for number in numbers)
+
+
+def _shard_degree(config: Config, world_size: int) -> tuple[int, list[str]]:
+    """The sharding degree and the faults; 0 where the degrees don't multiply to the number of processes."""
+    replicate = config.parallelism.data_parallel_replicate_degree
+    shard = config.parallelism.data_parallel_shard_degree
+    tp = config.parallelism.tensor_parallel_degree
+    if shard == -1 and world_size % (replicate * tp) == 0:
+        return world_size // (replicate * tp), []
+    if shard != -1 and replicate * shard * tp == world_size:
+        return shard, []
+    if shard == -1:
+        key = TP if tp > 1 and (replicate == 1 or world_size % replicate == 0) else REPLICATE
+        other, name = (
+            (replicate, "data_parallel_replicate_degree") if key == TP else (tp, "tensor_parallel_degree")
+        )
+        rule = f"times {name} ({other}) must divide the number of processes ({world_size})"
+        allowed = divisors(world_size // other) if world_size % other == 0 else []
+        return 0, [config.fault(key, rule, _listed(allowed) if allowed else f"{name} = 1 is always possible")]
+    rule = (
+        f"data_parallel_replicate_degree ({replicate}) x data_parallel_shard_degree ({shard}) x "
+        f"tensor_parallel_degree ({tp}) is {replicate * shard * tp} and must be the number of processes ({world_size})"
+    )
+    if world_size % (replicate * tp) == 0:
+        return 0, [config.fault(SHARD, rule, f"allowed: {world_size // (replicate * tp)}, or -1")]
+    way_out = f"start {replicate * shard * tp} processes, or use degrees that divide {world_size}"
+    return 0, [config.fault(SHARD, rule, f"{way_out}: {', '.join(map(str, divisors(world_size)))}")]
+
+
+def _tensor_parallel_faults(config: Config, args: Any, world_size: int, has_plan: bool) -> list[str]:
+    tp = config.parallelism.tensor_parallel_degree
+    if tp == 1:
+        return []
+    faults = []
+    if not has_plan:
+        rule = f'the model "{config.model.name}" has no tensor-parallel plan'
+        faults.append(config.fault(TP, rule, "give its spec one, or use 1"))
+    for name, count in _head_counts(args).items():
+        if count % tp:
+            allowed = _allowed_tp(args)
+            faults.append(config.fault(TP, f"must divide {name} ({count})", _listed(allowed)))
+    if config.parallelism.disable_embedding_parallel and getattr(args, "tie_word_embeddings", False):
+        rule = "a tied embedding and head are split together under tensor parallelism"
+        faults.append(
+            config.fault("parallelism.disable_embedding_parallel", rule, "use false, or untie them")
+        )
+    return faults
+
+
+def _length_faults(config: Config, args: Any) -> list[str]:
+    """Faults of `seq_len` in training and, where it is on, in validation."""
+    tp = config.parallelism.tensor_parallel_degree
+    split = tp > 1 and not config.parallelism.disable_sequence_parallel
+    longest = getattr(args, "max_position_embeddings", None)
+    faults = []
+    for key in ("training.seq_len", *(("validation.seq_len",) if config.validation.enable else ())):
+        seq_len = config.value(key)
+        if split and seq_len % tp:
+            near = [length for length in (seq_len // tp * tp, (seq_len // tp + 1) * tp) if length]
+            rule = f"must be a multiple of tensor_parallel_degree ({tp}) for sequence parallelism"
+            nearest = f"nearest: {' or '.join(map(str, near))}"
+            faults.append(config.fault(key, rule, f"{nearest}; or set parallelism.disable_sequence_parallel"))
+        if longest and seq_len > longest:
+            rule = f"must be at most the model's max_position_embeddings ({longest})"
+            faults.append(config.fault(key, rule, "lower it, or raise model.args.max_position_embeddings"))
+    return faults
+
+
+def _vocabulary_faults(config: Config, args: Any, vocab_size: int) -> list[str]:
+    model_vocab = getattr(args, "vocab_size", None)
+    if not model_vocab or vocab_size <= model_vocab:
+        return []
+    rule = f"the tokenizer has {vocab_size} ids, the model's vocabulary only {model_vocab}"
+    way_out = f"set model.args.vocab_size = {vocab_size}, or use the model's tokenizer"
+    return [config.fault("model.hf_assets_path", rule, way_out)]
+
+
+def _batch_fault(config: Config, dp: int) -> str:
+    local, given = config.training.local_batch_size, config.training.global_batch_size
+    batch = local * dp
+    rule = f"must be a multiple of local_batch_size ({local}) x data-parallel degree ({dp}) = {batch}"
+    near = [size for size in (given // batch * batch, (given // batch + 1) * batch) if size]
+    return config.fault("training.global_batch_size", rule, f"nearest: {' or '.join(map(str, near))}, or -1")
