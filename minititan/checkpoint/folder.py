@@ -1,0 +1,108 @@
+"""The checkpoint folder: which steps it holds, and the only operations that rename or remove anything in it.
+
+    step-N                a complete checkpoint
+    .tmp-...              an unfinished save, or a checkpoint on its way out: cleaned at the next save
+    abandoned-step-N-k    moved aside, by a run that went back to an earlier step; never touched again
+
+Whatever else lies there is left alone, and links are never followed. One process (rank 0) changes the folder.
+"""
+
+import json
+import os
+import re
+import shutil
+import uuid
+from pathlib import Path
+from typing import Any
+
+from minititan.config import ConfigError
+
+TRAIN_STATE = "train_state.json"
+_STEP = re.compile(r"step-(0|[1-9][0-9]*)")
+_TEMPORARY = ".tmp-"
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return folder / f"step-{step}"
+
+
+def is_committed(path: Path) -> bool:
+    """Whether this is a complete checkpoint."""
+    return path.is_dir() and not path.is_symlink() and (path / TRAIN_STATE).is_file()
+
+
+def committed_steps(folder: Path) -> list[int]:
+    """The steps of all complete checkpoints, ascending; none when there is no folder."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    steps = [int(match[1]) for name in names if (match := _STEP.fullmatch(name))]
+    return sorted(step for step in steps if is_committed(step_folder(folder, step)))
+
+
+def check_writable(key: str, folder: Path) -> None:
+    """Raises ConfigError, which names the key and the folder, when it can't be written. Creates nothing."""
+    existing = folder.absolute()
+    while not os.path.lexists(existing):
+        existing = existing.parent
+    if not existing.is_dir():
+        raise ConfigError(f"{key} = {str(folder)!r}: {existing} must be a folder; choose another path")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"{key} = {str(folder)!r}: {existing} must be writable; choose another path")
+
+
+def begin(folder: Path, step: int) -> Path:
+    """Makes the folder that a step is written to, after removing what torn saves have left."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for entry in folder.iterdir():
+        if entry.name.startswith(_TEMPORARY) and entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+    temporary = folder / f"{_TEMPORARY}step-{step}-{uuid.uuid4().hex[:8]}"
+    temporary.mkdir()
+    return temporary
+
+
+def commit(temporary: Path, folder: Path, step: int, state: dict[str, Any]) -> None:
+    """Adds the JSON state, syncs, and gives the folder its final name; what had that name is moved aside."""
+    with open(temporary / TRAIN_STATE, "w", encoding="utf-8") as file:
+        json.dump(state, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    _sync_folder(temporary)
+    final = step_folder(folder, step)
+    if os.path.lexists(final):
+        move_aside(folder, step)
+    temporary.rename(final)
+    _sync_folder(folder)
+
+
+def move_aside(folder: Path, step: int) -> str:
+    """Renames a step to the first free `abandoned-step-N-k`, and returns that name."""
+    number = 0
+    while os.path.lexists(folder / f"abandoned-step-{step}-{number}"):
+        number += 1
+    aside = folder / f"abandoned-step-{step}-{number}"
+    step_folder(folder, step).rename(aside)
+    _sync_folder(folder)
+    return aside.name
+
+
+def retain(folder: Path, keep_latest_k: int, just_saved: int) -> None:
+    """Removes all but the newest `keep_latest_k` checkpoints (0: keeps all), never the one just saved."""
+    others = [step for step in committed_steps(folder) if step != just_saved]
+    surplus = others[: max(len(others) - (keep_latest_k - 1), 0)] if keep_latest_k > 0 else []
+    for step in surplus:
+        # Renamed first: a half-removed folder must not look like a checkpoint.
+        leaving = folder / f"{_TEMPORARY}removed-step-{step}-{uuid.uuid4().hex[:8]}"
+        step_folder(folder, step).rename(leaving)
+        shutil.rmtree(leaving)
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
