@@ -1,4 +1,4 @@
-"""The config of a run: `load` makes it from a TOML file and the command line, `validate` fits it to the processes."""
+"""The config of a run: `load` makes it from TOML and command line, `validate` fits it to the processes."""
 
 from minititan.config.error import ConfigError
 from minititan.config.load import load

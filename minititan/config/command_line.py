@@ -1,7 +1,8 @@
-"""Overrides from the command line: `--section.key value`, `--section.key=value`, `--section.flag`, `--section.no_flag`.
+"""Overrides on the command line: `--section.key value`, `--section.key=value`, `--section.flag`,
+`--section.no_flag`.
 
-A value is read by the type of its key: a string as it stands, a list by commas, `true` and `false`. Dashes and
-underscores in names are the same.
+A value is read by the type of its key: a string as it stands, a list by commas, `true` and `false`. Dashes
+and underscores in names are the same.
 """
 
 from __future__ import annotations

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+from collections.abc import Iterable
 from typing import Any
 
 
 class ConfigError(ValueError):
-    """One or more faults that the user can mend; the program ends with exit code 2 and prints no traceback."""
+    """One or more faults that the user can mend; the program ends with exit code 2, without traceback."""
 
     def __init__(self, *faults: str) -> None:
         super().__init__("\n".join(faults))
@@ -32,3 +34,10 @@ def literal(value: Any) -> str:
 def fault_line(where: str, key: str, value: Any, rule: str, way_out: str = "") -> str:
     """The one line of a fault."""
     return f"{where}: {key} = {literal(value)}: {rule}" + (f"; {way_out}" if way_out else "")
+
+
+def closest(word: str, words: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The one of `words` most like `word`, whatever the case; None where none is like it."""
+    by_lower = {candidate.lower(): candidate for candidate in words}
+    found = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
+    return by_lower[found[0]] if found else None

@@ -1,7 +1,7 @@
 """The vocabulary of the schema: the base of every section, and the marks that fields carry.
 
-Types are pydantic's business and always checked. Ranges and choices are marks (`Range`, `Choices`) that are checked
-afterwards, key by key, because a feature that is switched off has only its types checked.
+Types are pydantic's business and always checked. Ranges and choices are marks (`Range`, `Choices`) that are
+checked afterwards, key by key, because a feature that is switched off has only its types checked.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Section(BaseModel):
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers a key may take: from `low` (`above` itself is left out) to `high` (`below` left out), or `special`."""
+    """The numbers a key may take: `low` to `high`, more than `above`, less than `below`, or `special`."""
 
     low: float | None = None
     high: float | None = None

@@ -5,7 +5,6 @@ All faults are gathered before any is reported. Nothing is repaired and no key i
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +15,7 @@ import tomli
 from pydantic import ValidationError
 
 from minititan.config import command_line
-from minititan.config.error import ConfigError, fault_line, literal
+from minititan.config.error import ConfigError, closest, fault_line, literal
 from minititan.config.fields import alternatives, describe, sections
 from minititan.config.old_names import translate
 from minititan.config.rules import key_faults, relation_faults, schedule_notes
@@ -110,28 +109,26 @@ def _merge(entries: dict[str, Any], where: str, values: dict[str, Any], origins:
 
 
 def nearest_key(key: str) -> str:
-    """A way out for an unknown key: the nearest one in its section, the same name elsewhere, or the section's keys."""
+    """A way out for an unknown key: the nearest in its section, or that name elsewhere."""
     table, _, leaf = key.rpartition(".")
     siblings = [name.rpartition(".")[2] for name in all_keys() if name.rpartition(".")[0] == table]
-    close = difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.6)
-    if close:
-        return f"nearest: {table}.{close[0]}"
+    if close := closest(leaf, siblings):
+        return f"nearest: {table}.{close}"
     elsewhere = [name for name in all_keys() if name.rpartition(".")[2] == leaf]
     if elsewhere:
         return f"nearest: {' or '.join(elsewhere)}"
     if not siblings:
         return "it holds tables only"
     contained = [name for name in siblings if leaf in name or name in leaf]
-    close = contained or difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.0)
-    return f"nearest: {table}.{close[0]}; keys of [{table}]: {', '.join(siblings)}"
+    close = contained[0] if contained else closest(leaf, siblings, cutoff=0.0)
+    return f"nearest: {table}.{close}; keys of [{table}]: {', '.join(siblings)}"
 
 
 def nearest_section(table: str, keys: Iterable[str]) -> str:
     """A way out for an unknown section: the nearest one, or where its keys belong."""
     names = list(dict(sections(Config)))
-    close = difflib.get_close_matches(table, names, n=1, cutoff=0.6)
-    if close:
-        return f"nearest: [{close[0]}]"
+    if close := closest(table, names):
+        return f"nearest: [{close}]"
     leaves = {key.rpartition(".")[2] for key in keys}
     homes = [name for name in all_keys() if name.rpartition(".")[2] in leaves]
     if homes:
@@ -181,8 +178,8 @@ def _type_fault(where: str, key: str, value: Any) -> str:
         if where != command_line.WHERE and not isinstance(unquoted, (str, tuple, type(None))):
             way_out = f"write {literal(unquoted)} without quotes"
     choices = [str(choice) for choice in _choices(annotation)]
-    if isinstance(value, str) and (close := difflib.get_close_matches(value, choices, n=1)):
-        way_out = f"nearest: {literal(close[0])}"
+    if isinstance(value, str) and (close := closest(value, choices)):
+        way_out = f"nearest: {literal(close)}"
     return fault_line(where, key, value, f"must be {describe(annotation)}", way_out)
 
 

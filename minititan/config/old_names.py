@@ -65,7 +65,9 @@ def translate(entries: dict[str, Any], where: str) -> tuple[dict[str, Any], list
             continue
         name = present_name(key)
         if name != key:
-            met.append(f"{key} -> {name}")
+            table = key.partition(".")[0]
+            moved = f"[{table}] -> [{MOVED_TABLES[table]}]" if table in MOVED_TABLES else f"{key} -> {name}"
+            met += [moved] if moved not in met else []
             if name in entries:
                 faults.append(
                     fault_line(where, key, value, f"old name of {name}, which is set too", "keep one")

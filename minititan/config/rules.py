@@ -1,16 +1,15 @@
-"""The rules that need no layout: ranges and choices of keys whose feature is on, features that are still to come,
-and keys that must agree with each other.
+"""The rules that need no layout: ranges and choices of keys whose feature is on, features that are still to
+come, and keys that must agree with each other.
 
 A feature has one switch. While it is off, its other keys may have any value of their type.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from typing import NamedTuple
 
-from minititan.config.error import literal
+from minititan.config.error import closest, literal
 from minititan.config.fields import Choices, marks
 from minititan.config.schema import Config, all_keys
 
@@ -100,10 +99,25 @@ def _op_selective(config: Config) -> bool:
     )
 
 
+CONVERTERS = {
+    "quantize.linear.float8": "linear layers in float8",
+    "quantize.linear.mx": "linear layers in MX formats",
+    "quantize.grouped_mm.float8": "experts in float8",
+    "quantize.grouped_mm.mx": "experts in MX formats",
+}
+
 REFUSALS = (
     _not_yet("job.custom_config_module", "extending the config by a module", ""),
     _not_yet("experimental.custom_args_module", "extending the config by a module", ""),
-    _not_yet("model.converters", "converting the model (float8, MX)", ()),
+    *(
+        Refusal(
+            "model.converters",
+            lambda c, name=name: name in c.model.converters,
+            f"{feature} are not there yet",
+            f'take "{name}" out',
+        )
+        for name, feature in CONVERTERS.items()
+    ),
     _not_yet("optimizer.early_step_in_backward", "the optimizer step inside the backward pass", False),
     _not_yet("training.enable_cpu_offload", "CPU offload", False),
     _not_yet("training.gc_debug", "debugging of the garbage collector", False),
@@ -137,7 +151,7 @@ REFUSALS = (
     _not_yet("checkpoint.async_mode", "saving in the background", "disabled", _checkpoints),
     Refusal(
         "checkpoint.create_seed_checkpoint",
-        lambda c: c.checkpoint.create_seed_checkpoint,
+        lambda c: c.checkpoint.enable and c.checkpoint.create_seed_checkpoint,
         "not needed: with one seed every layout starts from the same weights",
         "leave it out",
     ),
@@ -179,7 +193,7 @@ def key_faults(config: Config) -> list[str]:
     refused = {refusal.key for refusal in REFUSALS if refusal.asked(config)}
     for key, field in all_keys().items():
         value = config.value(key)
-        if value is None or key in refused or not is_on(config, key):
+        if value is None or (key in refused and key != "model.converters") or not is_on(config, key):
             continue
         for mark in marks(field):
             if not mark.allows(value):
@@ -200,8 +214,8 @@ def _nearest_choice(value: object, mark: object) -> str:
     if not isinstance(mark, Choices):
         return ""
     for word in (value,) if isinstance(value, str) else value if isinstance(value, tuple) else ():
-        if word not in mark.words and (close := difflib.get_close_matches(word, mark.words, n=1)):
-            return f"nearest: {literal(close[0])}"
+        if word not in mark.words and (close := closest(word, mark.words)):
+            return f"nearest: {literal(close)}"
     return ""
 
 
@@ -224,7 +238,7 @@ def relation_faults(config: Config) -> list[str]:
 
 
 def schedule_notes(config: Config) -> list[str]:
-    """A warning line for each value of the schedule that the user set and that is clamped to the schedule's length."""
+    """A warning line for each value the user set that is clamped to the schedule's length."""
     schedule = config.lr_scheduler
     total = schedule.total_steps or config.training.steps
     notes = []

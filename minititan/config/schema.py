@@ -1,7 +1,8 @@
 """Every section and key of a run's TOML file, with its type, default and meaning: the manual.
 
-Names, types and defaults are those of TorchTitan 0.2.2; where a default differs or a key is our own, the text beside
-it says so. Sections whose features are still to come are in `later.py`. `docs/config.md` is made from this file.
+Names, types and defaults are those of TorchTitan 0.2.2; where a default differs or a key is our own, the text
+beside it says so. Sections on parallelism and execution are in `execution.py`, those of features
+still to come in `later.py`. `docs/config.md` is made from these files.
 """
 
 from __future__ import annotations
@@ -9,20 +10,19 @@ from __future__ import annotations
 from functools import cache
 from typing import Annotated, Any, Literal
 
-from pydantic import PrivateAttr
+from pydantic import Field, PrivateAttr
 from pydantic.fields import FieldInfo
 
 from minititan.config.error import fault_line
+from minititan.config.execution import ActivationCheckpoint, Comm, Compile, Parallelism
 from minititan.config.fields import (
     INT64_MAX,
     Choices,
     Fraction,
     Natural,
-    OptionalStringLists,
     OptionalText,
     Positive,
     Range,
-    Seconds,
     Section,
     Strings,
     Table,
@@ -97,7 +97,7 @@ class Model(Section):
     flavor: Text = "debugmodel"
     """A size of that model."""
     hf_assets_path: str = ""
-    """Folder with tokenizer.json, or that file; "": the built-in byte tokenizer. (TorchTitan: a test folder.)"""
+    """Folder with tokenizer.json, or that file; "": the built-in bytes. (TorchTitan: a test folder.)"""
     converters: Annotated[
         Strings,
         Choices(
@@ -112,7 +112,7 @@ class Model(Section):
     """Conversions of the model, in this order; only [] so far."""
     print_after_conversion: bool = False
     """Print the model after the conversions."""
-    args: Table = {}
+    args: Table = Field(default_factory=dict)
     """Own key, `[model.args]`: fields of the model's arguments that replace those of the flavor."""
 
 
@@ -189,8 +189,8 @@ class Training(Section):
     dtype: Literal["bfloat16", "float32", "float64"] = "float32"
     """Type of the parameters and moments. "float64" is our own, for tests; "bfloat16" is still to come."""
     mixed_precision_param: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Type of the computation. "auto" (own, the default; TorchTitan: bfloat16): bfloat16 where the device computes it
-    natively, else float32. "float16" is still to come."""
+    """Type of the computation. "auto" (own, the default; TorchTitan: bfloat16): bfloat16 where the device
+    computes it natively, else float32. "float16" is still to come."""
     mixed_precision_reduce: Literal["float32"] = "float32"
     """Type in which gradients are summed over ranks."""
     gc_freq: Positive = 50
@@ -198,57 +198,6 @@ class Training(Section):
     gc_debug: bool = False
     """Report what the garbage collector finds; only false so far."""
     dataloader: DataLoader = DataLoader()
-
-
-class Parallelism(Section):
-    """How the run is spread over processes. The degrees multiply to the number of processes."""
-
-    data_parallel_replicate_degree: Positive = 1
-    """Replicas; each replica is sharded `data_parallel_shard_degree` ways."""
-    data_parallel_shard_degree: Annotated[int, Range(low=1, special=-1)] = -1
-    """Ways that parameters, gradients and moments are sharded (FSDP); -1: what the other degrees leave."""
-    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Free the gathered parameters after the forward pass and gather them again for the backward pass."""
-    tensor_parallel_degree: Positive = 1
-    """Ways that the layers' matrices and the sequence are split."""
-    disable_loss_parallel: bool = False
-    """Compute the loss on whole rows of logits, not split by vocabulary over the tensor-parallel ranks."""
-    disable_sequence_parallel: bool = False
-    """Own key. Keep the sequence whole between the layers under tensor parallelism."""
-    disable_embedding_parallel: bool = False
-    """Own key. Keep the token embedding whole under tensor parallelism."""
-    enable_async_tensor_parallel: bool = False
-    """Overlap tensor-parallel communication with computation; only false so far."""
-    pipeline_parallel_degree: Positive = 1
-    """Pipeline stages' ranks; only 1 so far."""
-    module_fqns_per_model_part: OptionalStringLists = None
-    """Modules of each pipeline stage; unset: split evenly."""
-    pipeline_parallel_first_stage_less_layers: Natural = 1
-    """Layers that the first stage has less, for the embedding's cost."""
-    pipeline_parallel_last_stage_less_layers: Natural = 1
-    """Layers that the last stage has less, for the head's cost."""
-    pipeline_parallel_layers_per_stage: Annotated[int | None, Range(low=1)] = None
-    """Layers of a stage; unset: as the schedule needs."""
-    pipeline_parallel_schedule: str = "1F1B"
-    """Schedule of the pipeline."""
-    pipeline_parallel_schedule_csv: OptionalText = None
-    """File with a schedule; unset or empty: none."""
-    pipeline_parallel_microbatch_size: Positive = 1
-    """Sequences in a micro-batch of the pipeline."""
-    pipeline_parallel_expert_parallel_overlap: bool = True
-    """Overlap expert communication with another micro-batch."""
-    context_parallel_degree: Positive = 1
-    """Ways that the sequence is split for attention; only 1 so far."""
-    context_parallel_load_balancer: OptionalText = "headtail"
-    """How the sequence is dealt out, so that causal attention costs every rank the same."""
-    context_parallel_rotate_method: Literal["allgather", "alltoall"] = "allgather"
-    """How keys and values move."""
-    expert_parallel_degree: Positive = 1
-    """Ways that the experts are spread; only 1 so far."""
-    expert_tensor_parallel_degree: Positive = 1
-    """Tensor-parallel degree inside an expert."""
-    expert_parallel_comm_backend: Literal["standard", "deepep"] = "standard"
-    """How tokens are sent to experts."""
 
 
 class Checkpoint(Section):
@@ -294,57 +243,6 @@ class Checkpoint(Section):
     """Load, but save nothing."""
 
 
-class ActivationCheckpoint(Section):
-    """Recompute activations in the backward pass instead of keeping them."""
-
-    mode: Literal["selective", "full", "memory_budget", "none"] = "selective"
-    """Which blocks, or which of their operations, are recomputed; "memory_budget" is still to come."""
-    selective_ac_option: str = "2"
-    """With "selective": "op" keeps the costly operations of each block; "N" recomputes every N-th block."""
-    per_op_sac_force_recompute_mm_shapes_by_fqns: Strings = ("moe.router.gate",)
-    """With "op": modules whose matrix products are recomputed all the same; only the default or [] so far."""
-    early_stop: bool = False
-    """Stop recomputing a block when all that is needed is there."""
-    memory_budget: Fraction = 0.5
-    """With "memory_budget": 0 keeps as little as "full", 1 keeps all."""
-    visualize_memory_budget_pareto: bool = False
-    """With "memory_budget": write the curve of memory against time."""
-    preserve_rng_state: bool = True
-    """Restore the random state for recomputation, so that dropout is the same."""
-    determinism_check: Annotated[str, Choices(("default", "none"))] = "default"
-    """Compare shapes and types of what is recomputed: "default", or "none"."""
-    debug: bool = False
-    """Record what is recomputed, for error messages; slow."""
-
-
-class Compile(Section):
-    """torch.compile, block by block."""
-
-    enable: bool = False
-    """Compile."""
-    components: Annotated[Strings, Choices(("model", "loss"))] = ("model", "loss")
-    """What is compiled."""
-    backend: Text = "inductor"
-    """Backend of torch.compile."""
-
-
-class Comm(Section):
-    """Time limits of collective operations, and NCCL's flight recorder."""
-
-    init_timeout_seconds: Seconds = 300
-    """Limit up to the end of the first step."""
-    train_timeout_seconds: Seconds = 100
-    """Limit after the first step."""
-    trace_buf_size: Annotated[int, Range(low=0, high=10_000_000)] = 20000
-    """Operations that the flight recorder keeps; 0: off."""
-    save_traces_folder: Text = "comm_traces"
-    """Folder of the recorder's files, under `job.dump_folder`."""
-    save_traces_file_prefix: str = "rank_"
-    """Beginning of the files' names."""
-    mode: Literal["default", "fake_backend", "local_tensor"] = "default"
-    """Only "default": real processes."""
-
-
 class Experimental(Section):
     """Code of the user."""
 
@@ -370,7 +268,7 @@ class Validation(Section):
     freq: Positive = 10
     """Steps from one validation to the next."""
     steps: Annotated[int, Range(low=1, special=-1)] = -1
-    """n: n x `local_batch_size` sequences over all ranks together (TorchTitan: for each rank); -1: the whole set."""
+    """n: n x `local_batch_size` sequences over all ranks together (TorchTitan: each rank); -1: whole set."""
     dataloader: DataLoader = DataLoader()
 
 

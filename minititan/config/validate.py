@@ -1,4 +1,4 @@
-"""The rules that need the number of processes and the model: does this config fit them, and which layout follows?
+"""The rules that need the number of processes and the model: does this config fit, and which layout follows?
 
 All faults are reported at once, before any process group exists. Nothing here touches a device.
 """
@@ -42,11 +42,13 @@ def validate(
     `args` are the model's arguments, any of whose fields may be missing; `vocab_size` is the tokenizer's.
     `tensor_parallel_plan` says whether the model has one.
     """
-    faults = key_faults(config) or relation_faults(config)
-    faults += _tensor_parallel_faults(config, args, world_size, tensor_parallel_plan)
+    if key_level := key_faults(config):
+        raise ConfigError(*key_level)
+    faults = relation_faults(config)
+    faults += _tensor_parallel_faults(config, args, tensor_parallel_plan)
     faults += _length_faults(config, args)
     faults += _vocabulary_faults(config, args, vocab_size)
-    dp_shard, degree_faults = _shard_degree(config, world_size)
+    dp_shard, degree_faults = _shard_degree(config, args, world_size)
     faults += degree_faults
     dp = config.parallelism.data_parallel_replicate_degree * dp_shard
     batch = config.training.local_batch_size * dp
@@ -56,7 +58,7 @@ def validate(
     if dp > 0 and global_batch_size % batch:
         faults.append(_batch_fault(config, dp))
     if faults:
-        raise ConfigError(*dict.fromkeys(faults))
+        raise ConfigError(*faults)
     return Layout(
         world_size=world_size,
         dp_replicate=config.parallelism.data_parallel_replicate_degree,
@@ -88,34 +90,33 @@ def _listed(numbers: list[int]) -> str:
     return "allowed: " + ", ".join(str(number) for number in numbers)
 
 
-def _shard_degree(config: Config, world_size: int) -> tuple[int, list[str]]:
-    """The sharding degree and the faults; 0 where the degrees don't multiply to the number of processes."""
+def _shard_degree(config: Config, args: Any, world_size: int) -> tuple[int, list[str]]:
+    """The sharding degree, 0 where the degrees do not multiply to the number of processes, and the faults."""
     replicate = config.parallelism.data_parallel_replicate_degree
     shard = config.parallelism.data_parallel_shard_degree
     tp = config.parallelism.tensor_parallel_degree
-    if shard == -1 and world_size % (replicate * tp) == 0:
-        return world_size // (replicate * tp), []
-    if shard != -1 and replicate * shard * tp == world_size:
-        return shard, []
-    if shard == -1:
-        key = TP if tp > 1 and (replicate == 1 or world_size % replicate == 0) else REPLICATE
-        other, name = (
-            (replicate, "data_parallel_replicate_degree") if key == TP else (tp, "tensor_parallel_degree")
+    left = world_size // (replicate * tp)
+    if left * replicate * tp == world_size:
+        if shard in (-1, left):
+            return left, []
+        rule = (
+            f"times data_parallel_replicate_degree ({replicate}) times tensor_parallel_degree ({tp}) is "
+            f"{replicate * shard * tp} and must be the number of processes ({world_size})"
         )
-        rule = f"times {name} ({other}) must divide the number of processes ({world_size})"
-        allowed = divisors(world_size // other) if world_size % other == 0 else []
-        return 0, [config.fault(key, rule, _listed(allowed) if allowed else f"{name} = 1 is always possible")]
-    rule = (
-        f"data_parallel_replicate_degree ({replicate}) x data_parallel_shard_degree ({shard}) x "
-        f"tensor_parallel_degree ({tp}) is {replicate * shard * tp} and must be the number of processes ({world_size})"
-    )
-    if world_size % (replicate * tp) == 0:
-        return 0, [config.fault(SHARD, rule, f"allowed: {world_size // (replicate * tp)}, or -1")]
-    way_out = f"start {replicate * shard * tp} processes, or use degrees that divide {world_size}"
-    return 0, [config.fault(SHARD, rule, f"{way_out}: {', '.join(map(str, divisors(world_size)))}")]
+        return 0, [config.fault(SHARD, rule, f"allowed: {left}, or -1")]
+    if world_size % tp == 0:
+        rule = f"times tensor_parallel_degree ({tp}) must divide the number of processes ({world_size})"
+        return 0, [config.fault(REPLICATE, rule, _listed(divisors(world_size // tp)))]
+    faults = []
+    if world_size % replicate:
+        rule = f"must divide the number of processes ({world_size})"
+        faults.append(config.fault(REPLICATE, rule, _listed(divisors(world_size))))
+        replicate = 1
+    rule = f"times data_parallel_replicate_degree ({replicate}) must divide the number of processes ({world_size})"
+    return 0, [*faults, config.fault(TP, rule, _listed(_allowed_tp(args, world_size // replicate)))]
 
 
-def _tensor_parallel_faults(config: Config, args: Any, world_size: int, has_plan: bool) -> list[str]:
+def _tensor_parallel_faults(config: Config, args: Any, has_plan: bool) -> list[str]:
     tp = config.parallelism.tensor_parallel_degree
     if tp == 1:
         return []
@@ -123,10 +124,9 @@ def _tensor_parallel_faults(config: Config, args: Any, world_size: int, has_plan
     if not has_plan:
         rule = f'the model "{config.model.name}" has no tensor-parallel plan'
         faults.append(config.fault(TP, rule, "give its spec one, or use 1"))
-    for name, count in _head_counts(args).items():
-        if count % tp:
-            allowed = _allowed_tp(args)
-            faults.append(config.fault(TP, f"must divide {name} ({count})", _listed(allowed)))
+    undivided = [f"{name} ({count})" for name, count in _head_counts(args).items() if count % tp]
+    if undivided:  # fewer kv heads than heads: dividing the last is the sharper rule
+        faults.append(config.fault(TP, f"must divide {undivided[-1]}", _listed(_allowed_tp(args))))
     if config.parallelism.disable_embedding_parallel and getattr(args, "tie_word_embeddings", False):
         rule = "a tied embedding and head are split together under tensor parallelism"
         faults.append(
