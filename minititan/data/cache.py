@@ -6,7 +6,7 @@
 
 The source key is cheap (paths, sizes, times, options); the content key hashes the text itself, so that a
 copy of the same text elsewhere is found again. The lock is the operating system's (flock) and ends with its
-holder, however that ends; the next holder removes what was left. Nodes that share a run must share the folder.
+holder, however that ends; the next holder removes what was left. Nodes of one run must share the folder.
 """
 
 import fcntl

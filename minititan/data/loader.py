@@ -24,6 +24,8 @@ from minititan.data.shards import Tokens
 IGNORED_LABEL = -100
 NO_SAMPLE = -1
 SINGLE_SOURCE = "single"
+SAMPLES_AHEAD = 1024
+"""Sample numbers computed at once: numpy's cost is a call's, not a number's."""
 
 Batch = dict[str, torch.Tensor]
 
@@ -113,12 +115,13 @@ class _GlobalBatches:
         self._offset = dp_rank * self._share
 
     def __iter__(self) -> Iterator[list[int]]:
-        step = self.first
+        steps = -(-SAMPLES_AHEAD // self._share)
+        within_steps = np.arange(steps)[:, None] * self._global_batch + np.arange(self._share) + self._offset
+        begin = self.first
         while True:
-            share = samples_at(step + self._offset, self._share, self._n, self._seed).tolist()
-            for begin in range(0, self._share, self._micro_batch):
-                yield share[begin : begin + self._micro_batch]
-            step += self._global_batch
+            samples = samples_at(begin + within_steps, self._n, self._seed)  # [steps, share]
+            yield from samples.reshape(-1, self._micro_batch).tolist()
+            begin += steps * self._global_batch
 
 
 class TrainLoader:

@@ -2,12 +2,13 @@
 
 Sample S(g) at global index g is a pure function of the data, the seed, the sequence length and g: epoch
 e = g // n, and inside the epoch a keyed permutation of the n samples. The permutation is a balanced Feistel
-network with cycle-walking (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002), so nothing is
-ever materialised and any index is reached in constant time. Nothing else in the library decides an order;
-docs/data.md states the same in words, and a change of any number here is a new version.
+network of modular additions with cycle-walking (Black and Rogaway, "Ciphers with arbitrary finite domains",
+2002), so nothing is ever materialised and any index is reached in constant time. Nothing else in the library
+decides an order; docs/data.md states the same in words, and a change of any number here is a new version.
 """
 
 from hashlib import blake2b
+from math import isqrt
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,28 +37,23 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def permute(indices: Indices, n: int, key: NDArray[np.uint64]) -> Indices:
     """The places of `indices` (each in [0, n)) under the permutation of [0, n) that `key` selects."""
     assert 1 <= n <= 1 << 62, n
-    half_bits = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
-    mask = np.uint64((1 << int(half_bits)) - 1)
-    out = np.asarray(indices, dtype=np.uint64)
-    assert out.size == 0 or int(out.max()) < n, "index outside the permutation's domain"
+    side = np.uint64(isqrt(n - 1) + 1)  # the network permutes side^2 >= n places, hardly more than n
+    out = np.array(indices, dtype=np.uint64)
     outside = np.ones(out.shape, dtype=bool)
     while outside.any():
-        walking = out[outside]
-        left, right = walking >> half_bits, walking & mask
+        left, right = np.divmod(out[outside], side)
         for round_key in key:
-            left, right = right, left ^ (_mix(right + round_key) & mask)
-        out[outside] = (left << half_bits) | right
+            left, right = right, (left + _mix(right + round_key) % side) % side
+        out[outside] = left * side + right
         outside = out >= np.uint64(n)
     return out.astype(np.int64)
 
 
-def samples_at(start: int, count: int, n: int, seed: int) -> Indices:
-    """The samples S(start) ... S(start + count - 1) of a set of n samples; the range may cross epochs."""
-    parts: list[Indices] = []
-    position, stop = start, start + count
-    while position < stop:
-        epoch, offset = divmod(position, n)
-        size = min(n - offset, stop - position)
-        parts.append(permute(np.arange(offset, offset + size), n, epoch_key(seed, epoch)))
-        position += size
-    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+def samples_at(indices: Indices, n: int, seed: int) -> Indices:
+    """The samples S(g) for the global indices g in `indices`, of a set of n samples."""
+    out = np.empty_like(indices)
+    epochs, places = np.divmod(indices, n)
+    for epoch in np.unique(epochs).tolist():
+        inside = epochs == epoch
+        out[inside] = permute(places[inside], n, epoch_key(seed, epoch))
+    return out

@@ -2,8 +2,8 @@
 
 A shard is a flat little-endian array of u16 or u32 tokens (`00000.bin`) with the offsets at which its
 documents start (`00000.starts.npy`); a document lies in one shard. `tokens.json`, written last, names the
-shards with their sizes and checksums, the tokenizer and the data's fingerprint: a hash of the tokens and of the
-documents' boundaries alone, whatever the files, the paths or the shards they came in.
+shards with their sizes and checksums, the tokenizer and the data's fingerprint: a hash of the tokens and of
+the documents' boundaries alone, whatever the files, the paths or the shards they came in.
 """
 
 import json
