@@ -1,7 +1,7 @@
 """The `minititan` command and its subcommands; `python -m minititan` is the same.
 
-A subcommand is a function of the words after its name that returns the exit code. What it needs is imported inside
-it, so that `minititan config` answers without loading torch.
+A subcommand is a function of the words after its name that returns the exit code. What it needs is imported
+inside it, so that `minititan config` answers without loading torch.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from minititan.config import ConfigError, load
 from minititan.config.command_line import USAGE
+from minititan.config.error import closest
 from minititan.config.schema import Config
 
 
@@ -54,7 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(help_text())
         return 0
     if name not in COMMANDS:
-        print(f"command line: {name}: no such command; commands: {', '.join(COMMANDS)}", file=sys.stderr)
+        near = f"nearest: {found}; " if (found := closest(name, COMMANDS)) else ""
+        print(
+            f"command line: {name}: no such command; {near}commands: {', '.join(COMMANDS)}", file=sys.stderr
+        )
         return 2
     if any(word in ("-h", "--help") for word in rest):
         print(f"minititan {name}: {COMMANDS[name][1]}\n{USAGE}")

@@ -189,21 +189,20 @@ def is_on(config: Config, key: str) -> bool:
 
 def key_faults(config: Config) -> list[str]:
     """The faults of single keys: out of range, no such choice, or a feature that is not there."""
-    faults = []
-    refused = {refusal.key for refusal in REFUSALS if refusal.asked(config)}
+    faults: dict[str, list[str]] = {}
     for key, field in all_keys().items():
         value = config.value(key)
-        if value is None or (key in refused and key != "model.converters") or not is_on(config, key):
-            continue
-        for mark in marks(field):
-            if not mark.allows(value):
-                faults.append(config.fault(key, mark.rule(), _nearest_choice(value, mark)))
+        if value is not None and is_on(config, key):
+            broken = [mark for mark in marks(field) if not mark.allows(value)]
+            faults[key] = [config.fault(key, mark.rule(), _nearest_choice(value, mark)) for mark in broken]
     option = config.activation_checkpoint.selective_ac_option
     if config.activation_checkpoint.mode == "selective" and option != "op" and not _is_positive(option):
         rule = 'must be "op", or a positive integer N for every N-th block'
-        faults.append(config.fault("activation_checkpoint.selective_ac_option", rule))
-    faults += [config.fault(r.key, r.rule, r.way_out) for r in REFUSALS if r.asked(config)]
-    return faults
+        key = "activation_checkpoint.selective_ac_option"
+        faults[key] = [config.fault(key, rule)]
+    sound = [refusal for refusal in REFUSALS if not faults.get(refusal.key)]
+    refused = [config.fault(r.key, r.rule, r.way_out) for r in sound if r.asked(config)]
+    return [fault for found in faults.values() for fault in found] + refused
 
 
 def _is_positive(text: str) -> bool:

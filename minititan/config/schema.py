@@ -327,12 +327,13 @@ class Config(Section):
         """The value of a dotted key; None for one that is not there (in `model.args`)."""
         found: Any = self
         for name in key.split("."):
-            found = found.get(name) if isinstance(found, dict) else getattr(found, name)
+            found = found.get(name) if isinstance(found, dict) else getattr(found, name, None)
         return found
 
     def where(self, key: str) -> str:
         """Where the value of a dotted key comes from: the TOML file's name, "command line" or "default"."""
-        return self._origins.get(key, "default")
+        parts = (where for name, where in self._origins.items() if name.startswith(f"{key}."))
+        return self._origins.get(key) or next(parts, "default")
 
     def fault(self, key: str, rule: str, way_out: str = "") -> str:
         """The line that tells the user what is wrong with the value of `key`."""

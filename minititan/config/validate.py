@@ -101,18 +101,19 @@ def _shard_degree(config: Config, args: Any, world_size: int) -> tuple[int, list
             return left, []
         rule = (
             f"times data_parallel_replicate_degree ({replicate}) times tensor_parallel_degree ({tp}) is "
-            f"{replicate * shard * tp} and must be the number of processes ({world_size})"
+            f"{replicate * shard * tp} and must be the world size ({world_size})"
         )
         return 0, [config.fault(SHARD, rule, f"allowed: {left}, or -1")]
     if world_size % tp == 0:
-        rule = f"times tensor_parallel_degree ({tp}) must divide the number of processes ({world_size})"
+        rule = f"times tensor_parallel_degree ({tp}) must divide the world size ({world_size})"
         return 0, [config.fault(REPLICATE, rule, _listed(divisors(world_size // tp)))]
     faults = []
     if world_size % replicate:
-        rule = f"must divide the number of processes ({world_size})"
+        rule = f"must divide the world size ({world_size})"
         faults.append(config.fault(REPLICATE, rule, _listed(divisors(world_size))))
         replicate = 1
-    rule = f"times data_parallel_replicate_degree ({replicate}) must divide the number of processes ({world_size})"
+    times = f"times data_parallel_replicate_degree ({replicate}) must divide"
+    rule = f"{times} the world size ({world_size})"
     return 0, [*faults, config.fault(TP, rule, _listed(_allowed_tp(args, world_size // replicate)))]
 
 

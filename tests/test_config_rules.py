@@ -1,0 +1,286 @@
+"""Values out of range and features that are not there are refused, but only where a feature is on."""
+
+from pathlib import Path
+
+import pytest
+
+from minititan.config import ConfigError, load
+from minititan.config.fields import Range, marks
+from minititan.config.rules import FEATURES, REFUSALS
+from minititan.config.schema import all_keys
+
+
+def faults(folder: Path, *words: str) -> tuple[str, ...]:
+    """The faults of an empty file with these overrides, without "command line: "."""
+    file = folder / "run.toml"
+    file.write_text("")
+    try:
+        load(["--job.config_file", str(file), *(f"--{word}" for word in words)])
+    except ConfigError as error:
+        return tuple(fault.removeprefix("command line: ") for fault in error.faults)
+    return ()
+
+
+# Words that are fine; the key that breaks; values out of range; values at its ends.
+RANGES = [
+    ("", "job.dump_folder", ["", " "], ["a"]),
+    ("profiling.enable_profiling", "profiling.profile_freq", [0, -1], [4]),
+    ("profiling.enable_memory_snapshot", "profiling.profile_freq", [0], [1]),
+    ("profiling.enable_profiling", "profiling.profiler_active", [0], [1]),
+    ("profiling.enable_profiling", "profiling.profiler_warmup", [-1], [0]),
+    ("", "metrics.log_freq", [0], [1]),
+    ("", "metrics.peak_tflops", [0, -1], [1e-3]),
+    ("", "model.name", [""], ["x"]),
+    ("", "optimizer.lr", [-1e-9], [0, 1]),
+    ("", "optimizer.beta1", [-0.1, 1], [0, 0.999]),
+    ("", "optimizer.beta2", [-0.1, 1], [0, 0.999]),
+    ("", "optimizer.eps", [-1], [0]),
+    ("", "optimizer.weight_decay", [-1], [0]),
+    ("", "lr_scheduler.warmup_steps", [-1], [0]),
+    ("", "lr_scheduler.total_steps", [0], [10000]),
+    ("", "lr_scheduler.decay_ratio", [-0.1, 1.1], [0, 1]),
+    ("", "lr_scheduler.min_lr_factor", [-0.1, 1.1], [0, 1]),
+    ("", "training.local_batch_size", [0, 2**63], [1, 2**63 - 1]),
+    ("", "training.global_batch_size", [0, -2], [-1, 1]),
+    ("", "training.seq_len", [0], [1]),
+    ("", "training.max_norm", [0, -1], [1e-9]),
+    ("", "training.steps", [0, 2**63], [1]),
+    ("", "training.gc_freq", [0], [1]),
+    ("", "training.dataloader.num_workers", [-1, 1025], [0, 1024]),
+    ("training.dataloader.num_workers=1", "training.dataloader.prefetch_factor", [0, 1025], [1]),
+    ("", "parallelism.data_parallel_replicate_degree", [0, -1], [1]),
+    ("", "parallelism.data_parallel_shard_degree", [0, -2], [-1, 1]),
+    ("", "parallelism.tensor_parallel_degree", [0, -1], [1]),
+    ("", "parallelism.pipeline_parallel_degree", [0, -1], [1]),
+    ("", "parallelism.context_parallel_degree", [0, -1], [1]),
+    ("", "parallelism.expert_parallel_degree", [0, -1], [1]),
+    ("checkpoint.enable", "checkpoint.interval", [0], [1]),
+    ("checkpoint.enable", "checkpoint.folder", [""], ["x"]),
+    ("checkpoint.enable", "checkpoint.keep_latest_k", [-1], [0, 1]),
+    ("checkpoint.enable", "checkpoint.load_step", [-2], [-1, 0]),
+    (
+        "checkpoint.enable",
+        "checkpoint.exclude_from_loading",
+        ["weights"],
+        ["", "model,optimizer,lr_scheduler"],
+    ),
+    ("", "activation_checkpoint.selective_ac_option", ["0", "ops", "-1", "1.5"], ["op", "1", "3"]),
+    ("", "activation_checkpoint.determinism_check", ["maybe"], ["default", "none"]),
+    ("compile.enable", "compile.components", ["model,losses"], ["model", "loss"]),
+    ("compile.enable", "compile.backend", [""], ["eager", "anything"]),
+    ("", "comm.init_timeout_seconds", [0, 10**7 + 1], [1, 10**7]),
+    ("", "comm.train_timeout_seconds", [0, 10**7 + 1], [1, 10**7]),
+    ("", "comm.trace_buf_size", [-1, 10**7 + 1], [0]),
+    ("validation.enable", "validation.local_batch_size", [0], [1]),
+    ("validation.enable", "validation.seq_len", [0], [1]),
+    ("validation.enable", "validation.freq", [0], [1]),
+    ("validation.enable", "validation.steps", [0, -2], [-1, 1]),
+    ("validation.enable", "validation.dataloader.num_workers", [-1], [0]),
+    ("", "debug.seed", [-1, 2**63], [0, 2**63 - 1]),
+    ("", "data.text_key", [""], ["text"]),
+]
+
+
+@pytest.mark.parametrize("switch, key, wrong, right", RANGES)
+def test_range(tmp_path: Path, switch: str, key: str, wrong: list, right: list) -> None:
+    switches = [switch] if switch else []
+    for value in wrong:
+        found = faults(tmp_path, *switches, f"{key}={value}")
+        assert len(found) == 1
+        assert found[0].startswith(f"{key} = ")
+        assert ": must " in found[0]
+    for value in right:
+        assert faults(tmp_path, *switches, f"{key}={value}") == ()
+
+
+def test_every_number_has_a_range() -> None:
+    numbers = {int, float, int | None, float | None}
+    assert [
+        key
+        for key, field in all_keys().items()
+        if field.annotation in numbers and not any(isinstance(mark, Range) for mark in marks(field))
+    ] == []
+
+
+def test_a_rule_names_its_range(tmp_path: Path) -> None:
+    words = ("training.global_batch_size=0", "optimizer.beta1=1", "comm.trace_buf_size=-1", "debug.seed=-5")
+    assert faults(tmp_path, *words) == (
+        "optimizer.beta1 = 1.0: must be at least 0 and below 1",
+        "training.global_batch_size = 0: must be at least 1, or -1",
+        "comm.trace_buf_size = -1: must be at least 0 and at most 10000000",
+        "debug.seed = -5: must be at least 0 and at most 2^63 - 1",
+    )
+    assert faults(tmp_path, "checkpoint.enable", "checkpoint.exclude_from_loading=model,optimiser") == (
+        'checkpoint.exclude_from_loading = ["model", "optimiser"]: must be one of "model", "optimizer", '
+        '"lr_scheduler", "dataloader", "train_state"; nearest: "optimizer"',
+    )
+
+
+OFF = [
+    "profiling.profile_freq=0",
+    "training.dataloader.prefetch_factor=0",
+    "parallelism.pipeline_parallel_microbatch_size=0",
+    "parallelism.pipeline_parallel_schedule=none such",
+    "parallelism.expert_tensor_parallel_degree=8",
+    "parallelism.context_parallel_rotate_method=alltoall",
+    "checkpoint.interval=0",
+    "checkpoint.async_mode=async",
+    "checkpoint.last_save_in_hf",
+    "checkpoint.initial_load_in_hf",
+    "checkpoint.create_seed_checkpoint",
+    "checkpoint.export_dtype=bfloat16",
+    "checkpoint.exclude_from_loading=x",
+    "activation_checkpoint.memory_budget=7",
+    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns=x",
+    "compile.components=x",
+    "quantize.linear.float8.recipe_name=rowwise",
+    "quantize.linear.mx.filter_fqns=x",
+    "quantize.grouped_mm.float8.fqns=x",
+    "memory_estimation.disable_fake_mode",
+    "fault_tolerance.min_replica_size=0",
+    "fault_tolerance.semi_sync_method=diloco",
+    "validation.freq=0",
+    "validation.seq_len=0",
+]
+
+
+@pytest.mark.parametrize("word", OFF)
+def test_keys_of_a_feature_that_is_off_are_only_type_checked(tmp_path: Path, word: str) -> None:
+    assert faults(tmp_path, word) == ()
+
+
+def test_types_are_checked_all_the_same(tmp_path: Path) -> None:
+    words = ("validation.freq=x", "quantize.linear.float8.recipe_name=x", "fault_tolerance.group_size=x")
+    assert [fault.split(":")[0] for fault in faults(tmp_path, *words)] == [
+        'quantize.linear.float8.recipe_name = "x"',
+        'fault_tolerance.group_size = "x"',
+        'validation.freq = "x"',
+    ]
+
+
+def test_recomputation_options_count_only_in_their_mode(tmp_path: Path) -> None:
+    for mode in ("none", "full"):
+        words = (f"activation_checkpoint.mode={mode}", "activation_checkpoint.selective_ac_option=x")
+        assert faults(tmp_path, *words) == ()
+
+
+# Each refused feature: the words that switch it on, and what the line says.
+REFUSED = {
+    "job.custom_config_module": (
+        ["job.custom_config_module=a"],
+        "extending the config by a module is not there yet",
+    ),
+    "experimental.custom_args_module": (
+        ["experimental.custom_args_module=a"],
+        "extending the config by a module is",
+    ),
+    "model.converters": (
+        ["model.converters=quantize.linear.mx"],
+        "linear layers in MX formats are not there yet",
+    ),
+    "optimizer.early_step_in_backward": (
+        ["optimizer.early_step_in_backward"],
+        "the optimizer step inside the",
+    ),
+    "training.enable_cpu_offload": (["training.enable_cpu_offload"], "CPU offload is not there yet"),
+    "training.gc_debug": (["training.gc_debug"], "debugging of the garbage collector is not there yet"),
+    "training.dtype": (["training.dtype=bfloat16"], "training with bfloat16 parameters is not there yet"),
+    "training.mixed_precision_param": (
+        ["training.mixed_precision_param=float16"],
+        "float16 with loss scaling is not",
+    ),
+    "parallelism.enable_async_tensor_parallel": (
+        ["parallelism.enable_async_tensor_parallel"],
+        "asynchronous tensor parallelism is not there yet",
+    ),
+    "parallelism.pipeline_parallel_degree": (
+        ["parallelism.pipeline_parallel_degree=2"],
+        "pipeline parallelism is not there yet; only 1 so far",
+    ),
+    "parallelism.context_parallel_degree": (
+        ["parallelism.context_parallel_degree=2"],
+        "context parallelism is not there yet; only 1 so far",
+    ),
+    "parallelism.expert_parallel_degree": (
+        ["parallelism.expert_parallel_degree=2"],
+        "expert parallelism is not there yet; only 1 so far",
+    ),
+    "checkpoint.initial_load_in_hf": (
+        ["checkpoint.enable", "checkpoint.initial_load_in_hf"],
+        "import from the form",
+    ),
+    "checkpoint.initial_load_in_hf_quantized": (
+        ["checkpoint.enable", "checkpoint.initial_load_in_hf_quantized"],
+        "import from the form",
+    ),
+    "checkpoint.last_save_in_hf": (["checkpoint.enable", "checkpoint.last_save_in_hf"], "export to the form"),
+    "checkpoint.export_dtype": (
+        ["checkpoint.enable", "checkpoint.last_save_model_only", "checkpoint.export_dtype=bfloat16"],
+        "export in another type is not there yet",
+    ),
+    "checkpoint.async_mode": (
+        ["checkpoint.enable", "checkpoint.async_mode=async"],
+        'saving in the background is not there yet; only "disabled" so far',
+    ),
+    "checkpoint.create_seed_checkpoint": (
+        ["checkpoint.enable", "checkpoint.create_seed_checkpoint"],
+        "not needed: with one seed every layout starts from the same weights; leave it out",
+    ),
+    "activation_checkpoint.mode": (
+        ["activation_checkpoint.mode=memory_budget"],
+        "activation checkpointing by memory budget is not there yet",
+    ),
+    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": (
+        [
+            "activation_checkpoint.selective_ac_option=op",
+            "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns=x",
+        ],
+        "forced recomputation by module is not there yet",
+    ),
+    "comm.mode": (["comm.mode=fake_backend"], "training without real processes is not there yet"),
+    "memory_estimation.enable": (["memory_estimation.enable"], "memory estimation is not there yet"),
+    "fault_tolerance.enable": (["fault_tolerance.enable"], "fault tolerance by torchft is not there yet"),
+    "debug.moe_force_load_balance": (["debug.moe_force_load_balance"], "mixture of experts is not there yet"),
+}
+
+
+def test_every_refusal_is_tried_here() -> None:
+    assert {refusal.key for refusal in REFUSALS} == set(REFUSED)
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_a_feature_that_is_not_there_is_named(tmp_path: Path, key: str) -> None:
+    words, rule = REFUSED[key]
+    found = faults(tmp_path, *words)
+    assert len(found) == 1
+    assert found[0].startswith(f"{key} = ")
+    assert f": {rule}" in found[0]
+
+
+def test_each_converter_is_refused_by_its_own_name(tmp_path: Path) -> None:
+    words = "model.converters=float8,quantize.grouped_mm.mx"
+    assert [fault.split(": ", 1)[1] for fault in faults(tmp_path, words)] == [
+        'linear layers in float8 are not there yet; take "quantize.linear.float8" out',
+        'experts in MX formats are not there yet; take "quantize.grouped_mm.mx" out',
+    ]
+    assert faults(tmp_path, "model.converters=float9")[0].startswith(
+        'model.converters = ["float9"]: must be one of "quantize.linear.float8", '
+    )
+
+
+def test_keys_that_must_agree(tmp_path: Path) -> None:
+    assert faults(tmp_path, "profiling.enable_profiling", "profiling.profile_freq=3") == (
+        "profiling.profile_freq = 3: must be at least profiler_warmup + profiler_active (4)",
+    )
+    assert faults(tmp_path, "lr_scheduler.total_steps=9", "training.steps=10") == (
+        "lr_scheduler.total_steps = 9: must be at least training.steps (10); raise it or leave it out",
+    )
+    assert faults(tmp_path, "lr_scheduler.total_steps=10", "training.steps=10") == ()
+
+
+def test_switches_and_refusals_name_real_keys() -> None:
+    for feature in FEATURES:
+        assert all(switch in all_keys() for switch in feature.switches)
+        for prefix in feature.prefixes:
+            assert any(key.startswith(prefix) for key in all_keys())
+    assert all(refusal.key in all_keys() for refusal in REFUSALS)
