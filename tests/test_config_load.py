@@ -161,7 +161,13 @@ def test_no_config_file() -> None:
 
 def test_config_file_that_cannot_be_read(tmp_path: Path) -> None:
     missing = tmp_path / "missing.toml"
-    for path, rule in ((missing, "no such file"), (tmp_path, "must be a file")):
+    long = tmp_path / ("x" * 300)
+    rules = {
+        missing: "no such file",
+        tmp_path: "must be a file, not a folder",
+        long: "cannot be read (File name too long)",
+    }
+    for path, rule in rules.items():
         with pytest.raises(ConfigError) as caught:
             load(["--job.config_file", str(path)])
         assert caught.value.faults == (f'command line: job.config_file = "{path}": {rule}',)
@@ -169,6 +175,12 @@ def test_config_file_that_cannot_be_read(tmp_path: Path) -> None:
     latin.write_bytes(b'# first\ndescription = "caf\xe9"\n')
     with pytest.raises(ConfigError, match=r"^latin\.toml: line 2: not UTF-8 text"):
         load(["--job.config_file", str(latin)])
+
+
+def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_bytes(b"\xef\xbb\xbf[training]\r\nsteps = 4\r\n")
+    assert load(["--job.config_file", str(file)]).training.steps == 4
 
 
 def test_command_line_over_file_over_default(tmp_path: Path) -> None:

@@ -110,6 +110,7 @@ def test_a_rule_names_its_range(tmp_path: Path) -> None:
         "comm.trace_buf_size = -1: must be at least 0 and at most 10000000",
         "debug.seed = -5: must be at least 0 and at most 2^63 - 1",
     )
+    assert faults(tmp_path, f"training.steps={2**63}") == (f"training.steps = {2**63}: must fit in 64 bits",)
     assert faults(tmp_path, "checkpoint.enable", "checkpoint.exclude_from_loading=model,optimiser") == (
         'checkpoint.exclude_from_loading = ["model", "optimiser"]: must be one of "model", "optimizer", '
         '"lr_scheduler", "dataloader", "train_state"; nearest: "optimizer"',

@@ -65,32 +65,32 @@ DEGREES = [
     (
         8,
         {TP: 3},
-        "parallelism.tensor_parallel_degree = 3: times data_parallel_replicate_degree (1) must divide the world "
-        "size (8); allowed: 1, 2, 4, 8",
+        "parallelism.tensor_parallel_degree = 3: times data_parallel_replicate_degree (1) must divide the "
+        "world size (8); allowed: 1, 2, 4, 8",
     ),
     (
         64,
         {TP: 3},
-        "parallelism.tensor_parallel_degree = 3: times data_parallel_replicate_degree (1) must divide the world "
-        "size (64); allowed: 1, 2, 4, 8",
+        "parallelism.tensor_parallel_degree = 3: times data_parallel_replicate_degree (1) must divide the "
+        "world size (64); allowed: 1, 2, 4, 8",
     ),
     (
         12,
         {REPLICATE: 3, TP: 8},
-        "parallelism.tensor_parallel_degree = 8: times data_parallel_replicate_degree (3) must divide the world "
-        "size (12); allowed: 1, 2, 4",
+        "parallelism.tensor_parallel_degree = 8: times data_parallel_replicate_degree (3) must divide the "
+        "world size (12); allowed: 1, 2, 4",
     ),
     (
         8,
         {REPLICATE: 3},
-        "parallelism.data_parallel_replicate_degree = 3: times tensor_parallel_degree (1) must divide the world "
-        "size (8); allowed: 1, 2, 4, 8",
+        "parallelism.data_parallel_replicate_degree = 3: times tensor_parallel_degree (1) must divide the "
+        "world size (8); allowed: 1, 2, 4, 8",
     ),
     (
         8,
         {REPLICATE: 4, TP: 4},
-        "parallelism.data_parallel_replicate_degree = 4: times tensor_parallel_degree (4) must divide the world "
-        "size (8); allowed: 1, 2",
+        "parallelism.data_parallel_replicate_degree = 4: times tensor_parallel_degree (4) must divide the "
+        "world size (8); allowed: 1, 2",
     ),
     (
         8,
@@ -115,8 +115,8 @@ def test_degrees_that_do_not_multiply(world_size: int, degrees: dict, fault: str
 def test_degrees_of_which_none_divides() -> None:
     assert faults_of(8, object(), **{REPLICATE: 3, TP: 5}, training__seq_len=2000) == [
         "parallelism.data_parallel_replicate_degree = 3: must divide the world size (8); allowed: 1, 2, 4, 8",
-        "parallelism.tensor_parallel_degree = 5: times data_parallel_replicate_degree (1) must divide the world "
-        "size (8); allowed: 1, 2, 4, 8",
+        "parallelism.tensor_parallel_degree = 5: times data_parallel_replicate_degree (1) must divide the "
+        "world size (8); allowed: 1, 2, 4, 8",
     ]
 
 

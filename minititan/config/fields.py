@@ -113,7 +113,7 @@ class NotEmpty:
 
     def rule(self) -> str:
         """The rule in words."""
-        return "must not be empty"
+        return "must be non-empty"
 
 
 Mark = Range | Choices | NotEmpty

@@ -60,19 +60,16 @@ def load(argv: Sequence[str]) -> Config:
 
 def read_toml(file: Path) -> dict[str, Any]:
     """The tables of a TOML file; `ConfigError` where it is missing, unreadable or no TOML."""
-    if not file.exists():
-        raise ConfigError(fault_line(command_line.WHERE, "job.config_file", str(file), "no such file"))
-    if not file.is_file():
-        raise ConfigError(fault_line(command_line.WHERE, "job.config_file", str(file), "must be a file"))
     try:
-        return tomli.loads(file.read_text(encoding="utf-8"))
+        return tomli.loads(file.read_text(encoding="utf-8-sig"))
     except tomli.TOMLDecodeError as error:
         raise ConfigError(f"{file.name}: line {error.lineno}, column {error.colno}: {error.msg}") from None
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         raise ConfigError(f"{file.name}: line {line}: not UTF-8 text; save the file as UTF-8") from None
     except OSError as error:
-        reason = f"cannot be read ({error.strerror})"
+        reasons = {FileNotFoundError: "no such file", IsADirectoryError: "must be a file, not a folder"}
+        reason = reasons.get(type(error), f"cannot be read ({error.strerror})")
         raise ConfigError(fault_line(command_line.WHERE, "job.config_file", str(file), reason)) from None
 
 

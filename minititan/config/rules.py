@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from minititan.config.error import closest, literal
-from minititan.config.fields import Choices, marks
+from minititan.config.fields import INT64_MAX, Choices, Mark, marks
 from minititan.config.schema import Config, all_keys
 
 
@@ -194,7 +194,9 @@ def key_faults(config: Config) -> list[str]:
         value = config.value(key)
         if value is not None and is_on(config, key):
             broken = [mark for mark in marks(field) if not mark.allows(value)]
-            faults[key] = [config.fault(key, mark.rule(), _nearest_choice(value, mark)) for mark in broken]
+            faults[key] = [
+                config.fault(key, _rule(value, mark), _nearest_choice(value, mark)) for mark in broken
+            ]
     option = config.activation_checkpoint.selective_ac_option
     if config.activation_checkpoint.mode == "selective" and option != "op" and not _is_positive(option):
         rule = 'must be "op", or a positive integer N for every N-th block'
@@ -207,6 +209,10 @@ def key_faults(config: Config) -> list[str]:
 
 def _is_positive(text: str) -> bool:
     return text.isascii() and text.isdigit() and int(text) > 0
+
+
+def _rule(value: object, mark: Mark) -> str:
+    return "must fit in 64 bits" if isinstance(value, int) and abs(value) > INT64_MAX else mark.rule()
 
 
 def _nearest_choice(value: object, mark: object) -> str:
