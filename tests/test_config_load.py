@@ -1,6 +1,7 @@
 """A wrong file or command line is refused, one line a fault; a right one gives exactly what it says."""
 
 import logging
+import pickle
 from pathlib import Path
 
 import pytest
@@ -152,6 +153,11 @@ def test_all_faults_at_once(tmp_path: Path) -> None:
     ]
 
 
+def test_an_error_survives_the_way_from_another_process() -> None:
+    error = pickle.loads(pickle.dumps(ConfigError("one", "two")))
+    assert (type(error), error.faults, str(error)) == (ConfigError, ("one", "two"), "one\ntwo")
+
+
 def test_no_config_file() -> None:
     with pytest.raises(ConfigError, match="command line: no config file is given; usage: torchrun -m"):
         load(["--training.steps", "3"])
@@ -267,6 +273,10 @@ def test_model_args(tmp_path: Path) -> None:
     )
     config = load(["--job.config_file", file, "--model.args.rope_scaling", "none"])
     assert config.model.args["rope_scaling"] == "none"
+    file = write(tmp_path, '[model.args]\nrope_scaling = "none"')
+    config = load(["--job.config_file", file, "--model.args.rope_scaling.factor", "8"])
+    assert config.model.args["rope_scaling"] == {"factor": 8}
+    assert config.where("model.args.rope_scaling") == "command line"
 
 
 def test_config_is_frozen(tmp_path: Path) -> None:

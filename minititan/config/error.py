@@ -12,8 +12,15 @@ class ConfigError(ValueError):
     """One or more faults that the user can mend; the program ends with exit code 2, without traceback."""
 
     def __init__(self, *faults: str) -> None:
-        super().__init__("\n".join(faults))
-        self.faults = faults
+        super().__init__(*faults)
+
+    def __str__(self) -> str:
+        return "\n".join(self.faults)
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """One line for each fault."""
+        return self.args
 
 
 def literal(value: Any) -> str:
