@@ -180,8 +180,8 @@ class Training(Section):
     """Sequences in a step over all ranks; -1: `local_batch_size` x data-parallel degree (no accumulation)."""
     seq_len: Positive = 2048
     """Tokens in a sequence."""
-    max_norm: Annotated[float, Range(above=0)] = 1.0
-    """Gradients are scaled down to this global norm."""
+    max_norm: Annotated[float, Range(low=0)] = 1.0
+    """Gradients are scaled down to this global norm; 0: they are left as they are."""
     steps: Positive = 10000
     """Optimizer steps of the whole run, restarts included."""
     enable_cpu_offload: bool = False

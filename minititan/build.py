@@ -1,0 +1,156 @@
+"""The parts of a run, made from its config: model, optimizer, tokens and loaders, logs."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from minititan import data
+from minititan.config import Config
+from minititan.distributed import Distributed, computes_bfloat16
+from minititan.init import init_parameters, materialize
+from minititan.loss import VocabularyShard, install_loss
+from minititan.metrics import MetricsLogger
+from minititan.optimizer import build_optimizer
+from minititan.parallelisms import Meshes, parallelize
+from minititan.parallelisms.tensor_parallel import first_row
+from minititan.profiling import Profiler
+from minititan.run import Run
+
+
+def model_of(run: Run, meshes: Meshes, device: torch.device) -> nn.Module:
+    """Return the model with its parallelisms applied and its parameters at their initial values. Every rank."""
+    config = run.config
+    with torch.device("meta"):
+        model = run.spec.build(run.args).to(getattr(torch, config.training.dtype))
+    compiled = config.compile.enable and "loss" in config.compile.components
+    shard = None
+    if meshes.tp is not None:
+        vocab_size = model.lm_head.out_features
+        rows, first = -(-vocab_size // meshes.tp.size()), first_row(vocab_size, meshes.tp)
+        group = meshes.tp.get_group().group_name
+        shard = VocabularyShard(group, rows, first, not config.parallelism.disable_loss_parallel)
+    install_loss(model.lm_head, shard, config.compile.backend if compiled else None)
+    parallelize(model, run.spec.tensor_parallel_plan, meshes, config, compute_dtype(config, device))
+    materialize(model, device)
+    init_parameters(
+        dict(model.named_parameters()),
+        lambda name, tensor, generator: run.spec.init_(name, tensor, generator, run.args),
+        config.debug.seed or 0,
+    )
+    return model
+
+
+def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
+    """Return the dtype of forward and backward; "auto" is bfloat16 where the device has instructions for it."""
+    name = config.training.mixed_precision_param
+    if name != "auto":
+        return getattr(torch, name)
+    if config.training.dtype == "float32" and computes_bfloat16(device):
+        return torch.bfloat16
+    return getattr(torch, config.training.dtype)
+
+
+def optimizer_of(config: Config, parameters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+    section = config.optimizer
+    return build_optimizer(
+        parameters,
+        name=section.name,
+        lr=section.lr,
+        betas=(section.beta1, section.beta2),
+        eps=section.eps,
+        weight_decay=section.weight_decay,
+        implementation=section.implementation,
+        no_decay=section.no_decay,
+    )
+
+
+def tokens_of(run: Run, name: str) -> data.Tokens:
+    """Return the tokens of the config's section `name`, `training` or `validation`, prepared first if need be."""
+    config = run.config
+    section = getattr(config, name)
+    return data.open_tokens(
+        section.dataset,
+        section.dataset_path,
+        "train" if name == "training" else name,
+        run.tokenizer,
+        **config.data.model_dump(),
+        section=name,
+        fault=config.fault,
+        say=lambda line: print(line, flush=True),
+    )
+
+
+def train_loader_of(run: Run, tokens: data.Tokens, meshes: Meshes) -> data.TrainLoader:
+    section = run.config.training
+    return data.build_train_loader(
+        tokens,
+        seq_len=section.seq_len,
+        seed=run.config.debug.seed or 0,
+        global_batch_size=run.layout.global_batch_size,
+        micro_batch_size=section.local_batch_size,
+        dp_rank=meshes.dp_rank,
+        dp_degree=run.layout.dp,
+        auto_global_batch_size=section.global_batch_size == -1,
+        **section.dataloader.model_dump(),
+        fault=run.config.fault,
+    )
+
+
+def validation_loader_of(run: Run, meshes: Meshes) -> Any:
+    """Return batches that can be gone through again and again; None where the run does not validate."""
+    section = run.config.validation
+    if not section.enable:
+        return None
+    return data.build_validation_loader(
+        tokens_of(run, "validation"),
+        seq_len=section.seq_len,
+        batch_size=section.local_batch_size,
+        num_samples=-1 if section.steps < 0 else section.steps * section.local_batch_size,
+        dp_rank=meshes.dp_rank,
+        dp_degree=run.layout.dp,
+        **section.dataloader.model_dump(),
+    )
+
+
+def metrics_of(run: Run, place: Distributed, *, step: int, tokens_seen: int) -> MetricsLogger:
+    config, flops = run.config, run.spec.flops_per_token
+    section = config.metrics
+    return MetricsLogger(
+        run.folder,
+        rank=place.rank,
+        world_size=place.world_size,
+        device=place.device,
+        start_step=step,
+        start_tokens=tokens_seen,
+        total_steps=config.training.steps,
+        log_freq=section.log_freq,
+        flops_per_token=flops(run.args, config.training.seq_len) if flops else None,
+        peak_tflops=section.peak_tflops,
+        enable_tensorboard=section.enable_tensorboard,
+        save_tb_folder=section.save_tb_folder,
+        save_for_all_ranks=section.save_for_all_ranks,
+        enable_wandb=section.enable_wandb,
+        run_config=config.model_dump(),
+        disable_color_printing=section.disable_color_printing,
+    )
+
+
+def profiler_of(run: Run, place: Distributed, metrics: MetricsLogger, step: int) -> Profiler:
+    section = run.config.profiling
+
+    def folder(name: str, enabled: bool) -> Path | None:
+        return run.folder / name if enabled else None
+
+    return Profiler(
+        rank=place.rank,
+        device=place.device,
+        start_step=step,
+        freq=section.profile_freq,
+        warmup=section.profiler_warmup,
+        active=section.profiler_active,
+        traces=folder(section.save_traces_folder, section.enable_profiling),
+        snapshots=folder(section.save_memory_snapshot_folder, section.enable_memory_snapshot),
+        say=metrics.say,
+    )

@@ -1,0 +1,68 @@
+"""Gradients across ranks: sums that are still open, the global norm, clipping.
+
+Norms are taken of local shards and summed over the mesh axes that shard them, so a gradient is never gathered and
+parameters on different meshes can be mixed.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+def finish_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Sum the gradients that are still parts of a sum over `tp`. FSDP does this itself for the parameters it holds."""
+    for parameter in parameters:
+        grad = parameter.grad
+        if isinstance(parameter, DTensor) and isinstance(grad, DTensor):
+            if grad.placements != parameter.placements:
+                parameter.grad = grad.redistribute(placements=parameter.placements)
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
+    """Scale all gradients so that their global norm is at most `max_norm` (0: leave them); return the norm before.
+
+    Every rank must call it, and gets the same value, a tensor on the device.
+    """
+    norm = gradient_norm(parameters)
+    if max_norm > 0:
+        grads = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        torch._foreach_mul_(grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    return norm
+
+
+@torch.no_grad()
+def gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Return the 2-norm of all gradients of the model, as if on one process. Every rank must call it."""
+    alike: dict[object, list[Tensor]] = {}  # gradients on the same mesh, sharded over the same of its axes
+    for parameter in parameters:
+        if parameter.grad is not None:
+            alike.setdefault(_sharded_axes(parameter.grad), []).append(parameter.grad)
+    squares = [_squared_norm(grads) for grads in alike.values()]
+    return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
+
+
+def _sharded_axes(grad: Tensor) -> object:
+    if not isinstance(grad, DTensor):
+        return None
+    return grad.device_mesh, tuple(
+        i for i, placement in enumerate(grad.placements) if not placement.is_replicate()
+    )
+
+
+def _squared_norm(grads: list[Tensor]) -> Tensor:
+    square = torch.stack(torch._foreach_norm([_local(grad) for grad in grads])).square().sum()
+    axes = _sharded_axes(grads[0])
+    if isinstance(axes, tuple):
+        mesh, sharded = axes
+        for axis in sharded:
+            if mesh.size(axis) > 1:
+                dist.all_reduce(square, group=mesh.get_group(axis))
+    return square
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

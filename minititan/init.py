@@ -1,0 +1,65 @@
+"""Initial weights as a function of (seed, parameter name): the same on every layout, without a seed checkpoint.
+
+A parameter is cut into blocks of rows; each block has a generator keyed by (seed, name, block), so a rank computes
+the blocks that its shard touches and nothing else.
+"""
+
+import hashlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+BLOCK_ELEMENTS = 2**16  # a constant: another value is another initialisation
+
+
+def materialize(model: nn.Module, device: torch.device) -> None:
+    """Give the meta parameters of `model` memory on `device`, unset; parameters that are shared stay shared."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in made:
+                made[id(parameter)] = nn.Parameter(
+                    torch.empty_like(parameter, device=device), parameter.requires_grad
+                )
+            module.register_parameter(name, made[id(parameter)])
+
+
+@torch.no_grad()
+def init_parameters(
+    named_parameters: dict[str, nn.Parameter],
+    init_: Callable[[str, Tensor, torch.Generator], None],
+    seed: int,
+) -> None:
+    """Set each parameter, DTensor or not, to its values by (seed, name); drawn in float32 whatever its dtype."""
+    for name, parameter in named_parameters.items():
+        shape, offset = tuple(parameter.shape), (0,) * parameter.ndim
+        local = parameter.detach()
+        if isinstance(local, DTensor):
+            shape, offset = compute_local_shape_and_global_offset(
+                parameter.shape, local.device_mesh, local.placements
+            )
+            local = local.to_local()
+        if local.numel():
+            _fill(name, local, parameter.shape, shape, offset, init_, seed)
+
+
+def _fill(name, local, full_shape, shape, offset, init_, seed) -> None:
+    """Fill the slice of the parameter that begins at `offset`, block of rows by block of rows."""
+    row_elements = max(1, full_shape[1:].numel())
+    rows = max(1, BLOCK_ELEMENTS // row_elements)
+    first, last = offset[0], offset[0] + shape[0]
+    columns = tuple(slice(start, start + size) for start, size in zip(offset[1:], shape[1:]))
+    for block in range(first // rows, -(-last // rows)):
+        start = block * rows
+        values = torch.empty(min(rows, full_shape[0] - start), *full_shape[1:], dtype=torch.float32)
+        init_(name, values, _generator(seed, name, block))
+        low, high = max(first, start), min(last, start + len(values))
+        local[low - first : high - first].copy_(values[(slice(low - start, high - start), *columns)])
+
+
+def _generator(seed: int, name: str, block: int) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed}/{name}/{block}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)

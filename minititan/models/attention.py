@@ -1,0 +1,36 @@
+"""Causal self-attention with grouped key/value heads.
+
+Head counts are read off the local weights (`view(B, T, -1, head_dim)`), so the same module computes on the slice of
+heads that tensor parallelism leaves it. Source: GQA (arXiv:2305.13245).
+"""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minititan.models.rotary import rotate
+
+
+class Attention(nn.Module):
+    """Rotary causal attention: [B, T, D] -> [B, T, D]."""
+
+    def __init__(self, width: int, heads: int, kv_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.q_proj = nn.Linear(width, heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(width, kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(width, kv_heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(heads * head_dim, width, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        """Attend causally, or where the boolean mask [B, 1, T, T] says."""
+        q = rotate(self.heads(self.q_proj(x)), cos, sin)  # [B, H, T, C]
+        k = rotate(self.heads(self.k_proj(x)), cos, sin)  # [B, K, T, C]
+        v = self.heads(self.v_proj(x))  # [B, K, T, C]
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return self.o_proj(out.transpose(1, 2).flatten(2))  # [B, H, T, C] -> [B, T, H*C] -> [B, T, D]
+
+    def heads(self, x: Tensor) -> Tensor:
+        """Return x [B, T, heads*C] as [B, heads, T, C]."""
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)

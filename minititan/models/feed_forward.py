@@ -1,0 +1,19 @@
+"""The gated feed-forward layer SwiGLU (arXiv:2002.05202)."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: [B, T, D] -> [B, T, D] through a hidden width F."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, hidden, bias=False)
+        self.up_proj = nn.Linear(width, hidden, bias=False)
+        self.down_proj = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(
+            F.silu(self.gate_proj(x)) * self.up_proj(x)
+        )  # [B, T, D] -> [B, T, F] -> [B, T, D]

@@ -1,0 +1,64 @@
+"""Activation checkpointing: recompute in the backward what would cost memory to keep (arXiv:1604.06174).
+
+`full` keeps a block's input only; `selective` keeps all of most blocks (option n: every n-th block is recomputed) or,
+in each block, what is expensive to compute or to communicate again (option `op`).
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from minititan.parallelisms.unit import Unit
+
+_aten, _collectives = torch.ops.aten, torch.ops._c10d_functional
+# Kept under option `op`, beside every second matrix product. Collectives are kept all or none: an operator and its
+# wait must not be treated differently.
+KEPT = frozenset(
+    {
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_cudnn_attention.default,
+        _aten._scaled_dot_product_attention_math.default,
+        _collectives.all_gather_into_tensor.default,
+        _collectives.reduce_scatter_tensor.default,
+        _collectives.all_reduce.default,
+        _collectives.wait_tensor.default,
+    }
+)
+_PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default})
+
+
+def apply_activation_checkpoint(
+    blocks: Sequence[Unit], mode: str, option: str, *, preserve_rng_state: bool, early_stop: bool, debug: bool
+) -> None:
+    """Wrap the computation of the blocks by mode `full` or `selective`; `option` is "op" or a number of blocks."""
+    settings = {"preserve_rng_state": preserve_rng_state, "early_stop": early_stop, "debug": debug}
+    if mode == "selective" and option == "op":
+        settings["context_fn"] = _selective_contexts
+    every = int(option) if mode == "selective" and option != "op" else 1
+    for index, block in enumerate(blocks):
+        if index % every == 0:
+            block.compute = partial(_checkpointed, block.compute, settings)
+
+
+def _checkpointed(compute: Callable[..., Any], settings: dict[str, Any], *inputs: Any) -> Any:
+    return checkpoint(compute, *inputs, use_reentrant=False, **settings)
+
+
+def _selective_contexts() -> Any:
+    products = {False: 0, True: 0}  # counted apart in forward and recomputation
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if operator in KEPT:
+            return CheckpointPolicy.MUST_SAVE
+        if operator in _PRODUCTS:
+            products[context.is_recompute] += 1
+            if products[context.is_recompute] % 2:
+                return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)

@@ -1,0 +1,172 @@
+"""Tensor parallelism: parameters are DTensors on the `tp` axis, computation is on local tensors.
+
+A plan maps module-name patterns to styles. A style shards the module's parameters, so that checkpoints can reshard
+them, and says which collective stands at the module's edge. Between collectives a unit (a block, the embedding, the
+last norm, the head) is plain PyTorch: its parameters are unwrapped once, at its boundary and outside the compiled
+region. The stock styles of torch compute on DTensors instead, which costs dispatch at each operator, crashes with
+checkpointing and compile together, and gave a zero embedding gradient under compile (seen with torch 2.13).
+
+With sequence parallelism (arXiv:2205.05198) the residual stream between units is split along the sequence; without,
+each rank holds all of it.
+
+Styles: `embedding` (rows of the vocabulary spread over ranks), `norm` (whole on each rank, feeds sharded modules),
+`column` (output features spread), `row` (input features spread, outputs summed), `replicated` (whole on each rank, used
+on the rank's own heads or features), `residual` (whole on each rank, used on the residual stream), `head` (rows of the
+vocabulary spread; applied by the loss).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+
+from minititan.parallelisms.collectives import (
+    copy_to_ranks,
+    gather_sequence,
+    reduce_from_ranks,
+    reduce_scatter_sequence,
+)
+from minititan.parallelisms.unit import Unit
+
+STYLES = ("embedding", "norm", "column", "row", "replicated", "residual", "head")
+
+
+def apply_tensor_parallel(
+    model: nn.Module,
+    units: Sequence[Unit],
+    mesh: DeviceMesh,
+    plan: Mapping[str, str],
+    *,
+    sequence_parallel: bool = True,
+    embedding_parallel: bool = True,
+) -> None:
+    """Shard every parameter of `model` over the one-axis `mesh` and make each unit compute on local tensors.
+
+    Raises ValueError where the plan leaves a parameter out: without a style it would get a wrong gradient.
+    """
+    gradients = shard_parameters(model, mesh, plan, sequence_parallel, embedding_parallel)
+    for unit in units:
+        localize(unit, gradients)
+
+
+def shard_parameters(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: Mapping[str, str],
+    sequence_parallel: bool,
+    embedding_parallel: bool,
+) -> dict[str, Placement]:
+    """Apply the plan; return by parameter name how the gradient that one rank computes relates to the whole."""
+    group = mesh.get_group().group_name
+    gradients: dict[str, Placement] = {}
+    shared: dict[int, nn.Parameter] = {}  # parameters that several modules share stay shared
+    for name, module in model.named_modules():
+        parameters = dict(module.named_parameters(recurse=False))
+        if not parameters:
+            continue
+        style = style_of(name, plan)
+        if style is None:
+            raise ValueError(
+                f"the tensor-parallel plan names no style for the module {name!r} and its parameters"
+            )
+        if style == "embedding" and not embedding_parallel:
+            style = "residual"
+            module.forward = partial(_embed_own_tokens, module, group, mesh, sequence_parallel)
+        else:
+            _set_edge(module, style, group, mesh, sequence_parallel)
+        for key, parameter in parameters.items():
+            placement, gradients[f"{name}.{key}"] = _placements(style, key, sequence_parallel)
+            if id(parameter) not in shared:
+                sharded = distribute_tensor(parameter, mesh, [placement])
+                shared[id(parameter)] = nn.Parameter(sharded, parameter.requires_grad)
+            module.register_parameter(key, shared[id(parameter)])
+    return gradients
+
+
+def style_of(name: str, plan: Mapping[str, str]) -> str | None:
+    """Return the style of the module `name`: that of the first pattern that matches."""
+    return next((style for pattern, style in plan.items() if fnmatchcase(name, pattern)), None)
+
+
+def _placements(style: str, key: str, sequence_parallel: bool) -> tuple[Placement, Placement]:
+    """Return how a parameter is placed, and how the gradient that one rank computes for it relates to the whole."""
+    if style in ("embedding", "column", "head"):
+        return Shard(0), Shard(0)
+    if style == "row" and key == "weight":
+        return Shard(1), Shard(1)
+    # Whole on each rank. Each sees a part of the sequence, or of the heads, and so a part of the gradient, unless all
+    # of them see the whole residual stream.
+    return Replicate(), Partial() if sequence_parallel or style == "replicated" else Replicate()
+
+
+def _set_edge(module: nn.Module, style: str, group: str, mesh: DeviceMesh, sequence_parallel: bool) -> None:
+    enter = gather_sequence if sequence_parallel else copy_to_ranks
+    leave = reduce_scatter_sequence if sequence_parallel else reduce_from_ranks
+    if style == "norm":
+        module.forward = partial(_norm, module.forward, enter, group)
+    elif style == "row":
+        module.forward = partial(_row, module, leave, group)
+    elif style == "embedding":
+        module.forward = partial(_embed, module, leave, group, mesh)
+
+
+def _norm(forward: Callable[[Tensor], Tensor], enter: Callable[[Tensor, str], Tensor], group: str, x: Tensor):
+    return enter(forward(x), group)
+
+
+def _row(module: nn.Linear, leave: Callable[[Tensor, str], Tensor], group: str, x: Tensor) -> Tensor:
+    out = leave(F.linear(x, module.weight), group)
+    return out if module.bias is None else out + module.bias  # added once, after the sum
+
+
+def _embed(
+    module: nn.Embedding, leave: Callable[[Tensor, str], Tensor], group: str, mesh: DeviceMesh, tokens: Tensor
+) -> Tensor:
+    rows = module.weight.shape[0]
+    index = tokens - first_row(module.num_embeddings, mesh)
+    mine = (index >= 0) & (index < rows)
+    if rows == 0:  # more ranks than rows: no table to look into
+        return leave(module.weight.new_zeros(*tokens.shape, module.embedding_dim), group)
+    return leave(F.embedding(index.where(mine, 0), module.weight) * mine.unsqueeze(-1), group)
+
+
+def _embed_own_tokens(
+    module: nn.Embedding, group: str, mesh: DeviceMesh, sequence_parallel: bool, tokens: Tensor
+) -> Tensor:
+    if sequence_parallel:
+        tokens = tokens.unflatten(1, (mesh.size(), -1))[:, mesh.get_local_rank()]  # [B, T/ranks]
+    return F.embedding(tokens, module.weight)
+
+
+def first_row(rows: int, mesh: DeviceMesh) -> int:
+    """Return the global index of this rank's first row of a parameter that is sharded along dimension 0."""
+    return min(rows, -(-rows // mesh.size()) * mesh.get_local_rank())
+
+
+def localize(unit: Unit, gradients: Mapping[str, Placement]) -> None:
+    """Make the unit compute on the local tensors of its parameters, unwrapped anew in each forward.
+
+    Gradients flow back to the DTensors with the placement that `apply_tensor_parallel` returned for each.
+    """
+    module = unit.module
+    own = {name: [gradients[f"{unit.name}.{name}"]] for name, _ in module.named_parameters()}
+    # A second view of the module with hooks of its own: sharing them would run FSDP's hooks twice.
+    view = object.__new__(type(module))
+    view.__dict__.update(module.__dict__)
+    for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+        view.__dict__[hooks] = type(module.__dict__[hooks])()
+
+    def compute(parameters: dict[str, Tensor], *inputs: Any) -> Any:
+        return torch.func.functional_call(view, parameters, inputs)
+
+    def parameters() -> tuple[dict[str, Tensor]]:
+        named = module.named_parameters()
+        return ({name: p.to_local(grad_placements=own[name]) for name, p in named if isinstance(p, DTensor)},)
+
+    unit.compute, unit.first_inputs = compute, parameters

@@ -1,0 +1,121 @@
+"""The models a run can name: `register` adds a family, `resolve` turns names into a spec and new arguments.
+
+The built-in families are registered here. A user's model registers from their own module, which a run names in
+`experimental.custom_import` or which a package announces under the entry-point group `minititan.models`; no file of
+this library changes. `docs/models.md` has a complete small example.
+"""
+
+import dataclasses
+import importlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib.metadata import entry_points
+from typing import Any
+
+import pydantic
+import torch
+from torch import Tensor, nn
+
+from minititan.config import ConfigError
+from minititan.models import decoder, llama3
+
+ENTRY_POINT_GROUP = "minititan.models"
+Fault = Callable[
+    [str, str, str], str
+]  # (key, rule, way out) -> one line of a ConfigError, normally `config.fault`
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """All that the library must know of a family.
+
+    A model has `embed_tokens`, `layers` (a ModuleDict of blocks), `norm` and `lm_head` (a Linear without bias), and
+    `forward(tokens [B, T], positions, document_ids) -> hidden [B, T, D]`. Arguments are a frozen dataclass; a field
+    `vocab_size` of None takes the tokenizer's size.
+    """
+
+    flavors: Mapping[str, Any]  # name -> arguments
+    build: Callable[[Any], nn.Module]  # called with the meta device as default
+    init_: Callable[[str, Tensor, torch.Generator, Any], None]  # fills rows of the parameter of that name
+    flops_per_token: Callable[[Any, int], int] | None = None  # (args, seq_len); None: TFLOP/s and MFU are n/a
+    tensor_parallel_plan: Mapping[str, str] | None = (
+        None  # module-name pattern -> style; None: no tensor parallelism
+    )
+
+
+_registry: dict[str, ModelSpec] = {}
+
+
+def register(name: str, spec: ModelSpec) -> None:
+    """Add a family. A name stands for one spec: registering another under it is an error."""
+    if _registry.get(name, spec) is not spec:
+        raise ValueError(f"model {name!r} is registered already")
+    _registry[name] = spec
+
+
+def load_user_models(custom_import: str, fault: Fault) -> None:
+    """Import the module `experimental.custom_import` names and every installed entry point of the group."""
+    if custom_import:
+        try:
+            importlib.import_module(custom_import)
+        except ModuleNotFoundError as error:
+            if not f"{custom_import}.".startswith(f"{error.name}."):
+                raise  # the module is there, something that it imports is not
+            way_out = "name an installed module, or put its folder on PYTHONPATH"
+            raise ConfigError(fault("experimental.custom_import", "no such module", way_out)) from None
+    for entry_point in entry_points(group=ENTRY_POINT_GROUP):
+        entry_point.load()
+
+
+def resolve(
+    name: str, flavor: str, overrides: Mapping[str, Any], vocab_size: int, fault: Fault
+) -> tuple[ModelSpec, Any]:
+    """Return the spec and the arguments of a run: the flavor's, with `[model.args]` and the vocabulary filled in.
+
+    Raises ConfigError for an unknown name or flavor, and for a field that is unknown or of the wrong type.
+    """
+    spec = _lookup(_registry, name, "model.name", fault)
+    args = _override(_lookup(spec.flavors, flavor, "model.flavor", fault), overrides, fault)
+    if getattr(args, "vocab_size", 0) is None:
+        args = dataclasses.replace(args, vocab_size=vocab_size)
+    return spec, args
+
+
+def _lookup(table: Mapping[str, Any], name: str, key: str, fault: Fault) -> Any:
+    if name in table:
+        return table[name]
+    raise ConfigError(fault(key, "is not registered", _nearest(name, table)))
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    near = get_close_matches(name, names, n=1)
+    return f"nearest: {near[0]}" if near else f"there are: {', '.join(names)}"
+
+
+def _override(args: Any, overrides: Mapping[str, Any], fault: Fault) -> Any:
+    """Return `args` with fields replaced, each value checked against the type of its field."""
+    names = [field.name for field in dataclasses.fields(args)]
+    unknown = [key for key in overrides if key not in names]
+    if unknown:
+        raise ConfigError(*(fault(f"model.args.{k}", "unknown field", _nearest(k, names)) for k in unknown))
+    try:
+        # Through JSON, since strict validation of Python objects takes no dict for a nested dataclass.
+        merged = json.dumps(dataclasses.asdict(args) | dict(overrides))
+        return pydantic.TypeAdapter(type(args)).validate_json(merged, strict=True)
+    except pydantic.ValidationError as error:
+        paths = [(".".join(map(str, line["loc"])), line["msg"]) for line in error.errors()]
+        raise ConfigError(*(fault(f"model.args.{path}", message, "") for path, message in paths)) from None
+
+
+register(
+    "llama3",
+    ModelSpec(
+        flavors=llama3.FLAVORS,
+        build=decoder.Decoder,
+        init_=decoder.init_parameter,
+        flops_per_token=decoder.flops_per_token,
+        tensor_parallel_plan=decoder.TENSOR_PARALLEL_PLAN,
+    ),
+)
