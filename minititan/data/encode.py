@@ -45,13 +45,16 @@ def pieces_of(document: Iterable[str], limit: int = PIECE_CHARACTERS) -> Iterato
 
 
 def _cut(text: str, begin: int, end: int) -> int:
-    """Where to end a piece of text[begin:end]: at the start of a line, else of a word, else at `end`."""
-    at = text.rfind("\n", begin, end - 1)
+    """Where to end a piece of text[begin:end]: at the start of a line, else of a word, else at `end`.
+
+    `text` goes on past `end`.
+    """
+    at = text.rfind("\n", begin, end)
     while at >= 0:
         if not text[at + 1].isspace():
             return at + 1
         at = text.rfind("\n", begin, at)
-    at = text.rfind(" ", begin + 1, end - 1)
+    at = text.rfind(" ", begin + 1, end)
     while at >= 0:
         if not text[at + 1].isspace() and not text[at - 1].isspace():
             return at
