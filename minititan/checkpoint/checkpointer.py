@@ -35,7 +35,10 @@ class Checkpointer:
 
     def latest(self) -> int | None:
         """The newest step, the same on all ranks."""
-        return first_rank(lambda: max(self.steps(), default=None))
+        try:
+            return first_rank(lambda: max(self.steps(), default=None))
+        except RanksFailedError as failed:
+            raise failed.explained(f"{self.folder}: could not be read", "give this user access") from None
 
     def save(self, step: int, tensors: Mapping[str, Tensor], train_state: Mapping[str, Any]) -> None:
         """Saves a step; `train_state` (JSON, the same on all ranks) lies beside the tensors.

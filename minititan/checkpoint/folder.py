@@ -36,8 +36,10 @@ def committed_steps(folder: Path) -> list[int]:
     """The steps of all complete checkpoints, ascending; none when there is no folder."""
     try:
         names = os.listdir(folder)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be listed ({error.strerror}); give this user access") from error
     steps = [int(match[1]) for name in names if (match := _STEP.fullmatch(name))]
     return sorted(step for step in steps if is_committed(step_folder(folder, step)))
 
