@@ -78,7 +78,7 @@ class Checkpointer:
             self._say(f"{self.folder}: an old checkpoint could not be removed ({error.strerror})")
 
     def load(
-        self, source: int | Path, tensors: dict[str, Tensor], exclude: Sequence[str] = ()
+        self, source: int | str | Path, tensors: dict[str, Tensor], exclude: Sequence[str] = ()
     ) -> dict[str, Any]:
         """Overwrites `tensors` from a step of this folder, or from another checkpoint's folder.
 
@@ -100,11 +100,13 @@ class Checkpointer:
             read_tensors(path, metadata, selected)
         except RanksFailedError as failed:
             raise failed.explained(f"{path}: could not be read", "use another checkpoint") from None
-        for key in [key for key in tensors if contents.section(key) == "rng" and key not in selected]:
+        unsaved = [key for key in tensors if contents.section(key) == "rng" and key not in selected]
+        for key in unsaved:
             del tensors[key]
+        self._tell_unsaved(path, gather(unsaved))
         return {key: value for key, value in state.items() if key not in {*exclude, "format_version"}}
 
-    def _read_state(self, source: int | Path, path: Path) -> dict[str, Any]:
+    def _read_state(self, source: int | str | Path, path: Path) -> dict[str, Any]:
         if isinstance(source, int) and source not in self.steps():
             there = ", ".join(map(str, self.steps())) or "none"
             raise ConfigError(
@@ -139,6 +141,11 @@ class Checkpointer:
             ] = None
         if lines:
             raise ConfigError(*lines)
+
+    def _tell_unsaved(self, path: Path, unsaved: list[list[str]]) -> None:
+        count = sum(bool(keys) for keys in unsaved)
+        if count and self._rank == 0:
+            self._say(f"{path}: has no random state for {count} of {len(unsaved)} ranks: they get new ones")
 
     def set_newer_aside(self, step: int) -> list[str]:
         """Renames the steps after `step` to `abandoned-step-N-k`, so that no restart goes on from them.

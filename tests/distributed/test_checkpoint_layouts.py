@@ -152,7 +152,8 @@ def save_on(rank: int, name: str, root: Path) -> dict[str, Tensor]:
 def load_on(rank: int, name: str, folder: Path) -> dict[str, Any]:
     model, optimizer = build(LAYOUTS[name])
     tensors = tensors_of(model, optimizer, rank)
-    checkpointer = Checkpointer(folder, keep_latest_k=0, rank=rank)
+    said: list[str] = []
+    checkpointer = Checkpointer(folder, keep_latest_k=0, rank=rank, say=said.append)
     step = checkpointer.latest()
     assert step is not None
     state = checkpointer.load(step, tensors)
@@ -161,7 +162,14 @@ def load_on(rank: int, name: str, folder: Path) -> dict[str, Any]:
     drawn = torch.rand(3)
     train(model, optimizer, range(4, 6))
     continued = everything(tensors_of(model, optimizer, rank))
-    return {"state": state, "loaded": loaded, "reseeded": reseeded, "drawn": drawn, "continued": continued}
+    return {
+        "state": state,
+        "loaded": loaded,
+        "reseeded": reseeded,
+        "drawn": drawn,
+        "continued": continued,
+        "said": said,
+    }
 
 
 def save_and_load(rank: int, world: int, root: Path, saves: list[str], loads: list[tuple[str, str]]) -> dict:
@@ -251,6 +259,10 @@ def test_ranks_that_saved_a_random_state_continue_it_and_others_get_one_of_their
             expected = torch.rand(3, generator=torch.Generator().manual_seed(7 + rank))
             assert torch.equal(result["drawn"], expected)
     assert len({tuple(result["drawn"].tolist()) for result in results}) == len(results)
+    unknown = len(results) - LAYOUTS[before].ranks
+    told = f"step-3: has no random state for {unknown} of {len(results)} ranks: they get new ones"
+    assert [line.rpartition("/")[2] for line in results[0]["said"]] == ([told] if unknown > 0 else [])
+    assert not any(result["said"] for result in results[1:])
 
 
 def attempt(work: Callable[[], object]) -> str:
