@@ -3,7 +3,10 @@
 import gzip
 import json
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -70,6 +73,36 @@ def test_set_that_must_be_downloaded_names_the_extra(monkeypatch: pytest.MonkeyP
         ConfigError, match=r"'datasets' package.*pip install 'minititan\[hf\]', or set training"
     ):
         check_source("c4", None)
+
+
+def test_downloaded_set(monkeypatch: pytest.MonkeyPatch):
+    """With stand-ins for the libraries of the extra: rows become documents, faults name the set."""
+
+    def load_dataset(repository: str, **options: object) -> Iterator[dict[str, object]]:
+        assert repository == "allenai/c4"
+        assert options == {"name": "en", "split": "validation", "streaming": True}
+        yield {"text": "one"}
+        yield {"text": "two"}
+        raise ConnectionError("no route")
+
+    def dataset_info(repository: str) -> SimpleNamespace:
+        return SimpleNamespace(sha=revisions.pop())
+
+    revisions = ["a", "b"]
+    hub = SimpleNamespace(HfApi=lambda: SimpleNamespace(dataset_info=dataset_info))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    c4 = resolve_source("c4_validation", None, "validation", section="validation")
+    found = []
+    with pytest.raises(ConfigError, match=r'validation.dataset = "c4_validation": cannot be .* \(no route\)'):
+        found.extend("".join(document) for document in c4.documents("text"))
+    assert found == ["one", "two"]
+    with pytest.raises(
+        ConfigError, match=r'"c4_validation": row 0 has no text under \'body\'; set data.text_key'
+    ):
+        list(c4.documents("body"))
+    assert c4.content_hash() != c4.content_hash()
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from minititan.config import ConfigError
 from minititan.data.encode import encode
@@ -31,6 +31,7 @@ from minititan.data.tokenizer import Tokenizer
 
 Say = Callable[[str], None]
 PROGRESS_SECONDS = 10.0
+QUIET_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -154,13 +155,24 @@ def _read_marker(path: Path) -> dict[str, Any] | None:
 
 @contextmanager
 def _locked(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
+    """Holds the lock; a wait of more than QUIET_SECONDS is told by `on_wait`."""
     with path.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            on_wait()
-            fcntl.flock(file, fcntl.LOCK_EX)
+        told_at = time.monotonic() + QUIET_SECONDS
+        while not _try_lock(file):
+            if time.monotonic() >= told_at:
+                on_wait()
+                fcntl.flock(file, fcntl.LOCK_EX)
+                break
+            time.sleep(0.02)
         yield
+
+
+def _try_lock(file: TextIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _prepare(job: _Job, source_key: str, say: Say) -> str:
@@ -229,9 +241,9 @@ def _remove_leftovers(cache: Path, own: Path) -> None:
     shutil.rmtree(own, ignore_errors=True)
     for folder in cache.glob(".tmp-*"):
         lock = cache / "sources" / f"{folder.name.removeprefix('.tmp-')}.lock"
-        with suppress(BlockingIOError, FileNotFoundError), lock.open("r+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
+        with suppress(FileNotFoundError), lock.open("r+") as file:
+            if _try_lock(file):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _write_aside(path: Path, content: str) -> None:

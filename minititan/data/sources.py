@@ -13,6 +13,7 @@ import json
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -154,19 +155,31 @@ class HubSource:
         return ["hub", self.repository, self.subset, self.split]
 
     def content_hash(self) -> str:
-        revision = importlib.import_module("huggingface_hub").HfApi().dataset_info(self.repository).sha
+        with self._downloading():
+            revision = importlib.import_module("huggingface_hub").HfApi().dataset_info(self.repository).sha
         return sha256(f"{self.identity()} {revision}".encode()).hexdigest()
 
     def documents(self, text_key: str) -> Iterator[Document]:
-        datasets = importlib.import_module("datasets")
-        rows = datasets.load_dataset(self.repository, name=self.subset, split=self.split, streaming=True)
-        for number, row in enumerate(rows):
-            text = row.get(text_key)
-            if not isinstance(text, str):
-                raise ConfigError(
-                    f"{self.label}: row {number} has no text under {text_key!r}; set data.text_key"
-                )
-            yield (text,)
+        with self._downloading():
+            load = importlib.import_module("datasets").load_dataset
+            rows = load(self.repository, name=self.subset, split=self.split, streaming=True)
+            for number, row in enumerate(rows):
+                text = row.get(text_key)
+                if not isinstance(text, str):
+                    raise ConfigError(
+                        f"{self.label}: row {number} has no text under {text_key!r}; set data.text_key"
+                    )
+                yield (text,)
+
+    @contextmanager
+    def _downloading(self) -> Iterator[None]:
+        try:
+            yield
+        except ConfigError:
+            raise
+        except Exception as error:  # of many libraries' classes
+            way_out = "check the network, or set dataset_path to local files"
+            raise ConfigError(f"{self.label}: cannot be downloaded ({error}); {way_out}") from None
 
 
 HUB = {
