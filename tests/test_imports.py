@@ -1,0 +1,90 @@
+"""The import direction holds, and nothing heavy is imported before it is used."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import minititan
+
+PACKAGE = Path(minititan.__file__).parent
+
+# A unit imports from lower levels and its own, never from higher ones; units of one level form no cycle.
+LEVELS = [
+    {"config"},
+    {"models", "distributed"},
+    {"checkpoint", "data", "optimizer", "loss", "metrics", "sinks", "profiling", "registry", "parallelisms"}
+    | {"gradients", "init"},
+    {"train", "build", "run", "report", "validate", "generate", "plan"},
+    {"__main__"},
+]
+LEVEL = {unit: level for level, units in enumerate(LEVELS) for unit in units}
+LONERS = {"config", "models"}  # import nothing of ours
+
+USED_LATE = ("datasets", "wandb", "tensorboard", "pyarrow", "zstandard", "transformers", "pandas", "IPython")
+
+
+def imported_units(path: Path) -> set[str]:
+    """Units of the package that a file imports anywhere, inside functions too."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: imports are absolute"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name.split(".")[1] for name in names if name.startswith("minititan.")}
+
+
+def graph() -> dict[str, set[str]]:
+    units: dict[str, set[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        unit = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if unit != "__init__":
+            units.setdefault(unit, set()).update(imported_units(path) - {unit})
+    return units
+
+
+def test_every_unit_has_a_level():
+    assert graph().keys() <= LEVEL.keys(), "add the new unit to LEVELS"
+
+
+def test_imports_go_downwards():
+    wrong = [
+        f"{unit} -> {other}"
+        for unit, others in graph().items()
+        for other in others
+        if LEVEL[other] > LEVEL[unit] or unit in LONERS
+    ]
+    assert not wrong
+
+
+def test_units_of_a_level_form_no_cycle():
+    left = graph()
+    while free := [unit for unit, others in left.items() if not others & left.keys()]:
+        for unit in free:
+            del left[unit]
+    assert not left
+
+
+def python(code: str) -> str:
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_the_config_command_does_not_load_torch():
+    loaded = python(
+        "import sys; from minititan.__main__ import main; main(['config', '--schema'])\n"
+        "print('loaded:', *(name for name in ('torch', 'numpy', 'tokenizers') if name in sys.modules))"
+    )
+    assert loaded.splitlines()[-1] == "loaded:"
+
+
+def test_nothing_heavy_is_loaded_at_start():
+    units = sorted(graph().keys() - {"__main__"})
+    loaded = python(
+        f"import sys; {'; '.join(f'import minititan.{unit}' for unit in units)}\n"
+        f"print('loaded:', *(name for name in {USED_LATE} if name in sys.modules))"
+    )
+    assert loaded.splitlines()[-1] == "loaded:"
