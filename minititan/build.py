@@ -19,8 +19,8 @@ from minititan.profiling import Profiler
 from minititan.run import Run
 
 
-def model_of(run: Run, meshes: Meshes, device: torch.device) -> nn.Module:
-    """Return the model with its parallelisms applied and its parameters at their initial values. Every rank."""
+def model_of(run: Run, meshes: Meshes, device: torch.device) -> Any:
+    """Return the model, its parallelisms applied, its parameters at their initial values. Every rank."""
     config = run.config
     with torch.device("meta"):
         model = run.spec.build(run.args).to(getattr(torch, config.training.dtype))
@@ -43,7 +43,7 @@ def model_of(run: Run, meshes: Meshes, device: torch.device) -> nn.Module:
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """Return the dtype of forward and backward; "auto" is bfloat16 where the device has instructions for it."""
+    """Return the dtype of forward and backward; "auto": bfloat16 where the device has instructions for it."""
     name = config.training.mixed_precision_param
     if name != "auto":
         return getattr(torch, name)
@@ -67,7 +67,9 @@ def optimizer_of(config: Config, parameters: dict[str, nn.Parameter]) -> torch.o
 
 
 def tokens_of(run: Run, name: str) -> data.Tokens:
-    """Return the tokens of the config's section `name`, `training` or `validation`, prepared first if need be."""
+    """Return the tokens of the config's section `name`, `training` or `validation`, prepared first if need
+    be.
+    """
     config = run.config
     section = getattr(config, name)
     return data.open_tokens(

@@ -1,36 +1,43 @@
 """Gradients across ranks: sums that are still open, the global norm, clipping.
 
-Norms are taken of local shards and summed over the mesh axes that shard them, so a gradient is never gathered and
-parameters on different meshes can be mixed.
+Norms are taken of local shards and summed over the mesh axes that shard them, so a gradient is never gathered
+and parameters on different meshes can be mixed.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+_foreach_mul_: Any = torch._foreach_mul_  # pyright: ignore[reportPrivateImportUsage]
+_foreach_norm: Any = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
+
 
 def finish_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Sum the gradients that are still parts of a sum over `tp`. FSDP does this itself for the parameters it holds."""
+    """Sum the gradients that are still parts of a sum over `tp`. FSDP does this itself for the parameters it
+    holds.
+    """
+    grad: Any
     for parameter in parameters:
         grad = parameter.grad
-        if isinstance(parameter, DTensor) and isinstance(grad, DTensor):
-            if grad.placements != parameter.placements:
-                parameter.grad = grad.redistribute(placements=parameter.placements)
+        if isinstance(parameter, DTensor) and grad is not None and grad.placements != parameter.placements:
+            parameter.grad = grad.redistribute(placements=parameter.placements)
 
 
 @torch.no_grad()
 def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale all gradients so that their global norm is at most `max_norm` (0: leave them); return the norm before.
+    """Scale all gradients so that their global norm is at most `max_norm` (0: leave them); return the norm
+    before.
 
     Every rank must call it, and gets the same value, a tensor on the device.
     """
     norm = gradient_norm(parameters)
     if max_norm > 0:
         grads = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-        torch._foreach_mul_(grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        _foreach_mul_(grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm
 
 
@@ -54,7 +61,7 @@ def _sharded_axes(grad: Tensor) -> object:
 
 
 def _squared_norm(grads: list[Tensor]) -> Tensor:
-    square = torch.stack(torch._foreach_norm([_local(grad) for grad in grads])).square().sum()
+    square = torch.stack(_foreach_norm([_local(grad) for grad in grads])).square().sum()
     axes = _sharded_axes(grads[0])
     if isinstance(axes, tuple):
         mesh, sharded = axes

@@ -1,11 +1,12 @@
-"""Initial weights as a function of (seed, parameter name): the same on every layout, without a seed checkpoint.
+"""Initial weights as a function of (seed, parameter name): the same on every layout, without a seed
+checkpoint.
 
-A parameter is cut into blocks of rows; each block has a generator keyed by (seed, name, block), so a rank computes
-the blocks that its shard touches and nothing else.
+A parameter is cut into blocks of rows; each block has a generator keyed by (seed, name, block), so a rank
+computes the blocks that its shard touches and nothing else.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ BLOCK_ELEMENTS = 2**16  # a constant: another value is another initialisation
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
-    """Give the meta parameters of `model` memory on `device`, unset; parameters that are shared stay shared."""
+    """Give the meta parameters of `model` memory on `device`, unset; shared ones stay shared."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -33,7 +34,7 @@ def init_parameters(
     init_: Callable[[str, Tensor, torch.Generator], None],
     seed: int,
 ) -> None:
-    """Set each parameter, DTensor or not, to its values by (seed, name); drawn in float32 whatever its dtype."""
+    """Set each parameter, DTensor or not, to its values by (seed, name); drawn in float32 always."""
     for name, parameter in named_parameters.items():
         shape, offset = tuple(parameter.shape), (0,) * parameter.ndim
         local = parameter.detach()
@@ -46,12 +47,20 @@ def init_parameters(
             _fill(name, local, parameter.shape, shape, offset, init_, seed)
 
 
-def _fill(name, local, full_shape, shape, offset, init_, seed) -> None:
+def _fill(
+    name: str,
+    local: Tensor,
+    full_shape: torch.Size,
+    shape: Sequence[int],
+    offset: Sequence[int],
+    init_: Callable[[str, Tensor, torch.Generator], None],
+    seed: int,
+) -> None:
     """Fill the slice of the parameter that begins at `offset`, block of rows by block of rows."""
     row_elements = max(1, full_shape[1:].numel())
     rows = max(1, BLOCK_ELEMENTS // row_elements)
     first, last = offset[0], offset[0] + shape[0]
-    columns = tuple(slice(start, start + size) for start, size in zip(offset[1:], shape[1:]))
+    columns = tuple(slice(start, start + size) for start, size in zip(offset[1:], shape[1:], strict=True))
     for block in range(first // rows, -(-last // rows)):
         start = block * rows
         values = torch.empty(min(rows, full_shape[0] - start), *full_shape[1:], dtype=torch.float32)

@@ -1,9 +1,9 @@
 """Cross entropy from hidden states, the head applied in chunks of tokens.
 
-The logits of a batch never exist as a whole: each chunk's logits, loss and gradients are computed at once in the
-forward, so the memory is one chunk's and no product is computed twice. Under tensor parallelism each rank holds the
-head's rows for its part of the vocabulary; three small all-reduces a chunk take the place of gathering logits
-(`disable_loss_parallel` gathers them).
+The logits of a batch never exist as a whole: each chunk's logits, loss and gradients are computed at once in
+the forward, so the memory is one chunk's and no product is computed twice. Under tensor parallelism each rank
+holds the head's rows for its part of the vocabulary; three small all-reduces a chunk take the place of
+gathering logits (`disable_loss_parallel` gathers them).
 """
 
 from collections.abc import Callable
@@ -23,7 +23,9 @@ CHUNK_ELEMENTS = 2**27  # logits in one chunk at the most: 512 MiB in float32
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """This rank's part of the vocabulary under tensor parallelism: rows `first` and following of `rows` a rank."""
+    """This rank's part of the vocabulary under tensor parallelism: rows `first` and following of `rows` a
+    rank.
+    """
 
     group: str  # the name of the tp process group
     rows: int  # on each rank but the last ones, ceil(V / ranks)
@@ -31,8 +33,9 @@ class VocabularyShard:
     parallel: bool  # False: gather the logits of all ranks
 
 
-def install_loss(lm_head: nn.Linear, shard: VocabularyShard | None, compile_backend: str | None) -> None:
-    """Make `lm_head(hidden [B, T, D], labels [B, T])` return the sum of the token losses, and `lm_head(hidden)` logits.
+def install_loss(lm_head: Any, shard: VocabularyShard | None, compile_backend: str | None) -> None:
+    """Make `lm_head(hidden [B, T, D], labels [B, T])` return the sum of the token losses, and
+    `lm_head(hidden)` logits.
 
     Labels of -100 are left out. The sum is in float32 at least and the same on all tp ranks.
     """
@@ -91,7 +94,7 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def _chunk_gradients(logits: Tensor, labels: Tensor, shard: VocabularyShard | None) -> tuple[Tensor, Tensor]:
-    """Return the sum of the losses of one chunk and its gradient by `logits` [N, V or this rank's columns]."""
+    """Return the sum of one chunk's losses and its gradient by `logits` [N, V or this rank's columns]."""
     columns, dtype, first = logits.shape[1], logits.dtype, 0
     if shard is not None:
         first = shard.first if shard.parallel else 0

@@ -1,8 +1,8 @@
 """The models a run can name: `register` adds a family, `resolve` turns names into a spec and new arguments.
 
-The built-in families are registered here. A user's model registers from their own module, which a run names in
-`experimental.custom_import` or which a package announces under the entry-point group `minititan.models`; no file of
-this library changes. `docs/models.md` has a complete small example.
+The built-in families are registered here. A user's model registers from their own module, which a run names
+in `experimental.custom_import` or which a package announces under the entry-point group `minititan.models`;
+no file of this library changes. `docs/models.md` has a complete small example.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from typing import Any
 
 import pydantic
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from minititan.config import ConfigError
 from minititan.models import decoder, llama3
@@ -31,13 +31,13 @@ Fault = Callable[
 class ModelSpec:
     """All that the library must know of a family.
 
-    A model has `embed_tokens`, `layers` (a ModuleDict of blocks), `norm` and `lm_head` (a Linear without bias), and
-    `forward(tokens [B, T], positions, document_ids) -> hidden [B, T, D]`. Arguments are a frozen dataclass; a field
-    `vocab_size` of None takes the tokenizer's size.
+    A model has `embed_tokens`, `layers` (a ModuleDict of blocks), `norm` and `lm_head` (a Linear without
+    bias), and `forward(tokens [B, T], positions, document_ids) -> hidden [B, T, D]`. Arguments are a frozen
+    dataclass; a field `vocab_size` of None takes the tokenizer's size.
     """
 
     flavors: Mapping[str, Any]  # name -> arguments
-    build: Callable[[Any], nn.Module]  # called with the meta device as default
+    build: Callable[[Any], Any]  # called with the meta device as default
     init_: Callable[[str, Tensor, torch.Generator, Any], None]  # fills rows of the parameter of that name
     flops_per_token: Callable[[Any, int], int] | None = None  # (args, seq_len); None: TFLOP/s and MFU are n/a
     tensor_parallel_plan: Mapping[str, str] | None = (
@@ -72,7 +72,8 @@ def load_user_models(custom_import: str, fault: Fault) -> None:
 def resolve(
     name: str, flavor: str, overrides: Mapping[str, Any], vocab_size: int, fault: Fault
 ) -> tuple[ModelSpec, Any]:
-    """Return the spec and the arguments of a run: the flavor's, with `[model.args]` and the vocabulary filled in.
+    """Return the spec and the arguments of a run: the flavor's, with `[model.args]` and the vocabulary filled
+    in.
 
     Raises ConfigError for an unknown name or flavor, and for a field that is unknown or of the wrong type.
     """

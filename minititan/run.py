@@ -29,7 +29,9 @@ class Run:
 
 
 def check(config: Config, world_size: int) -> Run:
-    """Return the run that `config` describes on `world_size` processes; raises ConfigError with what is wrong."""
+    """Return the run that `config` describes on `world_size` processes; raises ConfigError with what is
+    wrong.
+    """
     registry.load_user_models(config.experimental.custom_import, config.fault)
     tokenizer = data.build_tokenizer(config.model.hf_assets_path, config.fault)
     model = config.model

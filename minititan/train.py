@@ -1,7 +1,7 @@
 """Training: `torchrun -m minititan.train --job.config_file X.toml`, or without torchrun on one process.
 
-`Trainer.build` makes the parts of a run and loads its checkpoint; `Trainer.step` is one optimizer step; `Trainer.run`
-is the loop around it.
+`Trainer.build` makes the parts of a run and loads its checkpoint; `Trainer.step` is one optimizer step;
+`Trainer.run` is the loop around it.
 """
 
 import dataclasses
@@ -35,9 +35,10 @@ from minititan.distributed import (
 )
 from minititan.gradients import clip_gradients, finish_gradients
 from minititan.loss import IGNORED
-from minititan.metrics import Step
+from minititan.metrics import MetricsLogger, Step
 from minititan.optimizer import lr_at, optimizer_tensors, set_lr
 from minititan.parallelisms import build_meshes
+from minititan.report import closing_lines, opening_lines
 from minititan.run import Run, check
 from minititan.validate import run_validation
 
@@ -46,6 +47,8 @@ Batch = dict[str, Tensor]
 
 class Trainer:
     """A run in progress. From step to step change model, optimizer, loader, and the two counters."""
+
+    metrics: MetricsLogger  # made by `build`, once it is known at which step the run stands
 
     def __init__(self, run: Run, place: Distributed) -> None:
         """Make the parts of a run at its start; every rank must call it."""
@@ -116,15 +119,16 @@ class Trainer:
     def forward_backward(self, micro_batches: list[Batch], labels: Tensor) -> Tensor:
         """Add up the gradients of this rank's part of the batch; return the sum of its token losses.
 
-        `labels` is the number of labels in the whole step: gradients are summed over micro-batches and ranks, not
-        averaged. Ranks exchange gradients once, after the last micro-batch.
+        `labels` is the number of labels in the whole step: gradients are summed over micro-batches and ranks,
+        not averaged. Ranks exchange gradients once, after the last micro-batch.
         """
-        total = torch.zeros((), device=self.device)
+        model, total = self.model, torch.zeros((), device=self.device)
+        has_fsdp = isinstance(model, FSDPModule)
         for index, batch in enumerate(micro_batches):
             inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-            if isinstance(self.model, FSDPModule):
-                self.model.set_requires_gradient_sync(index == len(micro_batches) - 1)
-            loss = self.model.lm_head(self.model(**inputs), batch["labels"])
+            if has_fsdp:
+                model.set_requires_gradient_sync(index == len(micro_batches) - 1)
+            loss = model.lm_head(model(**inputs), batch["labels"])
             (loss / labels).backward()
             total = total + loss.detach()
         return total
@@ -148,8 +152,8 @@ class Trainer:
         value = norm.item()
         if not math.isfinite(value):
             raise FloatingPointError(
-                f"step {step}: the gradient norm is {value}: the update was not made and nothing was saved after it; "
-                "lower optimizer.lr, or look at the batch (metrics.log_batch_hash)"
+                f"step {step}: the gradient norm is {value}: the update was not made, nothing is saved; "
+                f"lower optimizer.lr = {self.config.optimizer.lr}, or look at the data"
             )
 
     def log(
@@ -173,7 +177,9 @@ class Trainer:
         self.metrics.log_step(done)
 
     def batch_hash(self, micro_batches: list[Batch]) -> str:
-        """Return the SHA-256 of the step's token ids in global order, little-endian int64; every rank must call it."""
+        """Return the SHA-256 of the step's token ids in global order, little-endian int64; every rank must
+        call it.
+        """
         own = torch.cat([batch["tokens"] for batch in micro_batches])  # [share, T]
         parts = [torch.empty_like(own) for _ in range(self.job.layout.dp)]
         dist.all_gather(parts, own, group=self.meshes.dp_group)
@@ -193,7 +199,7 @@ class Trainer:
                 self.step(batches)
                 profiler.step()
                 if self.steps_done == first:
-                    set_timeout(self.config.comm.train_timeout_seconds, self.meshes.groups)
+                    set_timeout(self.config.comm.train_timeout_seconds, [None, *self.meshes.groups])
                 if self.steps_done % self.config.training.gc_freq == 0:
                     gc.collect(1)
                 if self.validation_due(self.steps_done):
@@ -257,13 +263,13 @@ class Trainer:
         self.say(f"Saved step {self.steps_done} in {time.perf_counter() - begin:.1f} s")
 
     def load_checkpoint(self) -> None:
-        """Resume from the run's own folder, or start from `checkpoint.initial_load_path`, where there is one."""
+        """Resume from the run's own folder, or start from `checkpoint.initial_load_path`, if there is one."""
         section = self.config.checkpoint
         if not section.enable:
             if steps := self.checkpointer.steps():
                 self.say(
-                    f"checkpoint.enable = false, and {self.checkpointer.folder} holds checkpoints up to step {steps[-1]}: "
-                    "they are left alone, and this run starts from step 0"
+                    f"checkpoint.enable = false, and {self.checkpointer.folder} holds checkpoints up to step "
+                    f"{steps[-1]}: they are left alone, and this run starts from step 0"
                 )
             return
         newest = self.checkpointer.latest()
@@ -308,9 +314,7 @@ class Trainer:
         for section, now, before in pairs:
             for key, value in before.items():
                 if now.get(key) != value:
-                    self.say(
-                        f"{section}.{key} = {now.get(key)}: was {value} in the checkpoint; the config's is used"
-                    )
+                    self.say(f"{section}.{key} = {now.get(key)}: the checkpoint has {value}; the config wins")
 
 
 def schedule_of(config: Config) -> dict[str, Any]:
@@ -323,51 +327,12 @@ def schedule_of(config: Config) -> dict[str, Any]:
     }
 
 
-def closing_lines(run: Run, seconds: float | None) -> str:
-    """Return what a user wants to know at the end: where everything is, how to go on, how to look at it."""
-    config, minutes = (
-        run.config,
-        "" if seconds is None else f" in {int(seconds // 60)} min {seconds % 60:.0f} s",
-    )
-    steps = config.training.steps
-    lines = [f"The run is complete: step {steps} of {steps}{minutes}.", f"  everything   {run.folder}"]
-    if config.checkpoint.enable:
-        lines.append(f"  checkpoints  {run.checkpoint_folder}")
-    lines.append(f"  metrics      {run.folder / 'metrics.jsonl'}")
-    if config.metrics.enable_tensorboard:
-        events = run.folder / config.metrics.save_tb_folder
-        lines.append(f"  TensorBoard  {events}; to look at it: tensorboard --logdir {events}")
-    if config.checkpoint.enable and not config.checkpoint.last_save_model_only:
-        lines.append(
-            f"To go on from here, on any number of processes: the same command with --training.steps {steps + 100}"
-        )
-    return "\n".join(lines)
-
-
 def is_complete(run: Run) -> bool:
     """Whether the run's folder holds its last step already, so that nothing is left to do."""
     section = run.config.checkpoint
     if not section.enable or section.load_step >= 0:
         return False
     return max(committed_steps(run.checkpoint_folder), default=0) >= run.config.training.steps
-
-
-def opening_lines(trainer: Trainer) -> str:
-    """Return what is about to be trained, where, and how."""
-    run, layout = trainer.job, trainer.job.layout
-    model, count = run.config.model, sum(p.numel() for p in trainer.parameters.values())
-    dtype = str(build.compute_dtype(run.config, trainer.device)).removeprefix("torch.")
-    threads = f", {torch.get_num_threads()} threads each" if trainer.device.type == "cpu" else ""
-    return "\n".join(
-        [
-            f"{run.config.job.description}: {model.name} {model.flavor}, {count:,} parameters, computed in {dtype}",
-            f"  {layout.world_size} processes on {trainer.device.type}{threads}: "
-            f"{layout.dp_replicate} replicas x {layout.dp_shard} shards x {layout.tp} tensor-parallel",
-            f"  {layout.global_batch_size} sequences of {run.config.training.seq_len} tokens a step, in "
-            f"{layout.accumulation_steps} micro-batches a rank; steps {trainer.steps_done + 1} "
-            f"to {run.config.training.steps}",
-        ]
-    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -387,7 +352,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         trainer = Trainer.build(run, place)
         write_config(run, place)
-        trainer.say(opening_lines(trainer))
+        parameters = sum(parameter.numel() for parameter in trainer.parameters.values())
+        trainer.say(opening_lines(run, place.device, parameters, trainer.steps_done))
         trainer.run()
         shutdown(place)
     except ConfigError as error:

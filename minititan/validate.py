@@ -7,10 +7,11 @@ import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from minititan.loss import IGNORED
 
@@ -30,7 +31,7 @@ class ValidationResult:
 
 @torch.no_grad()
 def run_validation(
-    model: nn.Module, batches: Iterable[Mapping[str, Tensor]], device: torch.device, group: dist.ProcessGroup
+    model: Any, batches: Iterable[Mapping[str, Tensor]], device: torch.device, group: dist.ProcessGroup
 ) -> ValidationResult:
     """Return the result over the batches of all data-parallel ranks of `group`; every rank must call it.
 

@@ -1,7 +1,7 @@
 """Causal self-attention with grouped key/value heads.
 
-Head counts are read off the local weights (`view(B, T, -1, head_dim)`), so the same module computes on the slice of
-heads that tensor parallelism leaves it. Source: GQA (arXiv:2305.13245).
+Head counts are read off the local weights (`view(B, T, -1, head_dim)`), so the same module computes on the
+slice of heads that tensor parallelism leaves it. Source: GQA (arXiv:2305.13245).
 """
 
 import torch.nn.functional as F

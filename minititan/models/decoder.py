@@ -1,8 +1,9 @@
 """The decoder that every family shares: one block, one forward.
 
-Module names are those of the Hugging Face checkpoints below `model.`, argument names those of their `config.json`.
-`layers` is a ModuleDict and an absent part (None) is passed through, so that a pipeline stage is the same class.
-The head is not applied here: the loss applies it in chunks, so that the logits of a whole batch never exist.
+Module names are those of the Hugging Face checkpoints below `model.`, argument names those of their
+`config.json`. `layers` is a ModuleDict and an absent part (None) is passed through, so that a pipeline stage
+is the same class. The head is not applied here: the loss applies it in chunks, so that the logits of a whole
+batch never exist.
 """
 
 import math
@@ -91,7 +92,8 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Return hidden states [B, T, D].
 
-        positions [T] or [B, T] (default 0..T-1); document_ids [B, T]: attention stays inside runs of equal ids.
+        positions [T] or [B, T] (default 0..T-1); document_ids [B, T]: attention stays inside runs of equal
+        ids.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
@@ -128,8 +130,9 @@ def init_parameter(name: str, tensor: Tensor, generator: torch.Generator, args: 
 def flops_per_token(args: DecoderArgs, seq_len: int) -> int:
     """Return the floating-point operations of forward and backward for one token.
 
-    Six for each weight of a matrix product (the embedding's look-up is none), and 12 H C T a layer for attention,
-    counted without the saving of causality, as is usual for MFU (PaLM, arXiv:2204.02311, appendix B).
+    Six for each weight of a matrix product (the embedding's look-up is none), and 12 H C T a layer for
+    attention, counted without the saving of causality, as is usual for MFU (PaLM, arXiv:2204.02311, appendix
+    B).
     """
     assert args.vocab_size is not None
     heads = args.num_attention_heads * args.channels

@@ -1,24 +1,35 @@
 """The Llama 3 family (arXiv:2407.21783): the decoder as it is.
 
-Numbers of 1B: config.json of Llama 3.2 1B; of 8B, 70B, 405B: config.json of Llama 3.1. The small flavors are ours
-and take the tokenizer's vocabulary.
+Numbers of 1B: config.json of Llama 3.2 1B; of 8B, 70B, 405B: config.json of Llama 3.1. The small flavors are
+ours and take the tokenizer's vocabulary.
 """
 
 from minititan.models.decoder import DecoderArgs
 from minititan.models.rotary import RopeScaling
 
 
-def _published(width: int, layers: int, heads: int, hidden: int, **other) -> DecoderArgs:
-    common = {"num_key_value_heads": 8, "vocab_size": 128_256, "max_position_embeddings": 131_072}
-    common |= {"rope_theta": 500_000.0, "rope_scaling": RopeScaling()}
-    return DecoderArgs(width, layers, heads, intermediate_size=hidden, **(common | other))
+def _published(
+    width: int, layers: int, heads: int, hidden: int, rope_factor: float = 8.0, tied: bool = False
+) -> DecoderArgs:
+    return DecoderArgs(
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        intermediate_size=hidden,
+        vocab_size=128_256,
+        max_position_embeddings=131_072,
+        rope_theta=500_000.0,
+        rope_scaling=RopeScaling(factor=rope_factor),
+        tie_word_embeddings=tied,
+    )
 
 
 FLAVORS = {
     "debugmodel": DecoderArgs(192, 4, 8, 4, intermediate_size=512),
     "10M": DecoderArgs(256, 8, 8, 4, intermediate_size=832),
     "40M": DecoderArgs(512, 10, 8, 4, intermediate_size=1664),
-    "1B": _published(2048, 16, 32, 8192, rope_scaling=RopeScaling(factor=32.0), tie_word_embeddings=True),
+    "1B": _published(2048, 16, 32, 8192, rope_factor=32.0, tied=True),
     "8B": _published(4096, 32, 32, 14_336),
     "70B": _published(8192, 80, 64, 28_672),
     "405B": _published(16_384, 126, 128, 53_248),

@@ -1,8 +1,8 @@
 """Rotary position embeddings in the rotate-half form of the Hugging Face checkpoints.
 
-Tables are computed from positions in each forward, never stored: nothing to save, nothing to get wrong on resume.
-Sources: RoFormer (arXiv:2104.09864); the frequency scaling of Llama 3.1 (model card and `config.json`,
-`rope_scaling.rope_type = "llama3"`).
+Tables are computed from positions in each forward, never stored: nothing to save, nothing to get wrong on
+resume. Sources: RoFormer (arXiv:2104.09864); the frequency scaling of Llama 3.1 (model card and
+`config.json`, `rope_scaling.rope_type = "llama3"`).
 """
 
 import math
@@ -30,7 +30,8 @@ def inverse_frequencies(
     if scaling is None:
         return frequencies
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
-    # 0 where a pair turns fewer than low_freq_factor times over the original context, 1 above high_freq_factor.
+    # 0 where a pair turns fewer than low_freq_factor times over the original context, 1 above
+    # high_freq_factor.
     keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     keep = keep.clamp(0.0, 1.0)
     return frequencies / scaling.factor * (1 - keep) + frequencies * keep

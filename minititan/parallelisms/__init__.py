@@ -1,9 +1,9 @@
 """Parallelisms, each in a module of its own, and `parallelize`, which applies them in the one fixed order."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
-from torch import nn
 
 from minititan.config import Config
 from minititan.parallelisms.activation_checkpoint import apply_activation_checkpoint
@@ -16,7 +16,7 @@ __all__ = ["Meshes", "build_meshes", "parallelize"]
 
 
 def parallelize(
-    model: nn.Module,
+    model: Any,
     plan: Mapping[str, str] | None,
     meshes: Meshes,
     config: Config,
@@ -44,9 +44,7 @@ def parallelize(
             blocks,
             recompute.mode,
             recompute.selective_ac_option,
-            preserve_rng_state=recompute.preserve_rng_state,
-            early_stop=recompute.early_stop,
-            debug=recompute.debug,
+            recompute.model_dump(include={"preserve_rng_state", "determinism_check", "early_stop", "debug"}),
         )
 
     if config.compile.enable and "model" in config.compile.components:

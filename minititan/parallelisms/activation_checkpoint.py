@@ -1,10 +1,10 @@
 """Activation checkpointing: recompute in the backward what would cost memory to keep (arXiv:1604.06174).
 
-`full` keeps a block's input only; `selective` keeps all of most blocks (option n: every n-th block is recomputed) or,
-in each block, what is expensive to compute or to communicate again (option `op`).
+`full` keeps a block's input only; `selective` keeps all of most blocks (option n: every n-th block is
+recomputed) or, in each block, what is expensive to compute or to communicate again (option `op`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,8 +14,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from minititan.parallelisms.unit import Unit
 
 _aten, _collectives = torch.ops.aten, torch.ops._c10d_functional
-# Kept under option `op`, beside every second matrix product. Collectives are kept all or none: an operator and its
-# wait must not be treated differently.
+# Kept under option `op`, beside every second matrix product. Collectives are kept all or none: an operator
+# and its wait must not be treated differently.
 KEPT = frozenset(
     {
         _aten._scaled_dot_product_flash_attention.default,
@@ -33,10 +33,13 @@ _PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default})
 
 
 def apply_activation_checkpoint(
-    blocks: Sequence[Unit], mode: str, option: str, *, preserve_rng_state: bool, early_stop: bool, debug: bool
+    blocks: Sequence[Unit], mode: str, option: str, settings: Mapping[str, Any]
 ) -> None:
-    """Wrap the computation of the blocks by mode `full` or `selective`; `option` is "op" or a number of blocks."""
-    settings = {"preserve_rng_state": preserve_rng_state, "early_stop": early_stop, "debug": debug}
+    """Wrap the computation of the blocks by mode `full` or `selective`, with `option` "op" or a number n.
+
+    `settings` are further ones of `torch.utils.checkpoint.checkpoint`.
+    """
+    settings = dict(settings)
     if mode == "selective" and option == "op":
         settings["context_fn"] = _selective_contexts
     every = int(option) if mode == "selective" and option != "op" else 1

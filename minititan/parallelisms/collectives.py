@@ -1,8 +1,8 @@
 """Differentiable collectives on local tensors, the same in eager mode and inside `torch.compile`.
 
-They call the operators below `torch.distributed._functional_collectives`, whose Python names changed between torch
-2.11 and 2.13, and wait at once, so that no `AsyncCollectiveTensor` reaches a compiled region (a compiled block
-returned a zero gradient for one). The sequence is dimension 1. A group is given by its name.
+They call the operators below `torch.distributed._functional_collectives`, whose Python names changed between
+torch 2.11 and 2.13, and wait at once, so that no `AsyncCollectiveTensor` reaches a compiled region (a
+compiled block returned a zero gradient for one). The sequence is dimension 1. A group is given by its name.
 """
 
 from collections.abc import Sequence
@@ -95,7 +95,9 @@ class _Reduce(torch.autograd.Function):
 
 
 def gather_sequence(x: Tensor, group: str) -> Tensor:
-    """Return the whole sequence [B, T, D] of x [B, T/ranks, D]; gradients are summed over ranks and scattered."""
+    """Return the whole sequence [B, T, D] of x [B, T/ranks, D]; gradients are summed over ranks and
+    scattered.
+    """
     return _GatherSequence.apply(x, group)  # pyright: ignore[reportReturnType]
 
 

@@ -1,11 +1,11 @@
-"""The device mesh: axes `dp_replicate, dp_shard, tp`, outermost first, of which those of degree 1 are left out.
+"""The device mesh: axes `dp_replicate, dp_shard, tp`, outermost first, of which those of degree 1 are left
+out.
 
 `dp_shard` is always there, since mixed precision is FSDP's even on one process.
 """
 
 from dataclasses import dataclass
 
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -24,10 +24,10 @@ class Meshes:
 
     @property
     def groups(self) -> list[ProcessGroup]:
-        """Every process group of the run's meshes, and the default one."""
+        """Every process group of the meshes."""
         meshes = [mesh for mesh in (self.fsdp, self.tp, self.dp) if mesh is not None]
         groups = [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)]
-        return list(dict.fromkeys([*groups, dist.group.WORLD]))
+        return list(dict.fromkeys(groups))
 
     @property
     def dp_rank(self) -> int:

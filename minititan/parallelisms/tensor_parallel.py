@@ -1,18 +1,19 @@
 """Tensor parallelism: parameters are DTensors on the `tp` axis, computation is on local tensors.
 
-A plan maps module-name patterns to styles. A style shards the module's parameters, so that checkpoints can reshard
-them, and says which collective stands at the module's edge. Between collectives a unit (a block, the embedding, the
-last norm, the head) is plain PyTorch: its parameters are unwrapped once, at its boundary and outside the compiled
-region. The stock styles of torch compute on DTensors instead, which costs dispatch at each operator, crashes with
-checkpointing and compile together, and gave a zero embedding gradient under compile (seen with torch 2.13).
+A plan maps module-name patterns to styles. A style shards the module's parameters, so that checkpoints can
+reshard them, and says which collective stands at the module's edge. Between collectives a unit (a block, the
+embedding, the last norm, the head) is plain PyTorch: its parameters are unwrapped once, at its boundary and
+outside the compiled region. The stock styles of torch compute on DTensors instead, which costs dispatch at
+each operator, crashes with checkpointing and compile together, and gave a zero embedding gradient under
+compile (seen with torch 2.13).
 
-With sequence parallelism (arXiv:2205.05198) the residual stream between units is split along the sequence; without,
-each rank holds all of it.
+With sequence parallelism (arXiv:2205.05198) the residual stream between units is split along the sequence;
+without, each rank holds all of it.
 
-Styles: `embedding` (rows of the vocabulary spread over ranks), `norm` (whole on each rank, feeds sharded modules),
-`column` (output features spread), `row` (input features spread, outputs summed), `replicated` (whole on each rank, used
-on the rank's own heads or features), `residual` (whole on each rank, used on the residual stream), `head` (rows of the
-vocabulary spread; applied by the loss).
+Styles: `embedding` (rows of the vocabulary spread over ranks), `norm` (whole on each rank, feeds sharded
+modules), `column` (output features spread), `row` (input features spread, outputs summed), `replicated`
+(whole on each rank, used on the rank's own heads or features), `residual` (whole on each rank, used on the
+residual stream), `head` (rows of the vocabulary spread; applied by the loss).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -62,10 +63,11 @@ def shard_parameters(
     sequence_parallel: bool,
     embedding_parallel: bool,
 ) -> dict[str, Placement]:
-    """Apply the plan; return by parameter name how the gradient that one rank computes relates to the whole."""
+    """Apply the plan; return by parameter name how one rank's gradient relates to the whole."""
     group = mesh.get_group().group_name
     gradients: dict[str, Placement] = {}
     shared: dict[int, nn.Parameter] = {}  # parameters that several modules share stay shared
+    module: Any
     for name, module in model.named_modules():
         parameters = dict(module.named_parameters(recurse=False))
         if not parameters:
@@ -95,17 +97,19 @@ def style_of(name: str, plan: Mapping[str, str]) -> str | None:
 
 
 def _placements(style: str, key: str, sequence_parallel: bool) -> tuple[Placement, Placement]:
-    """Return how a parameter is placed, and how the gradient that one rank computes for it relates to the whole."""
+    """Return how a parameter is placed, and how the gradient that one rank computes for it relates to the
+    whole.
+    """
     if style in ("embedding", "column", "head"):
         return Shard(0), Shard(0)
     if style == "row" and key == "weight":
         return Shard(1), Shard(1)
-    # Whole on each rank. Each sees a part of the sequence, or of the heads, and so a part of the gradient, unless all
-    # of them see the whole residual stream.
+    # Whole on each rank. Each sees a part of the sequence, or of the heads, and so a part of the gradient,
+    # unless all of them see the whole residual stream.
     return Replicate(), Partial() if sequence_parallel or style == "replicated" else Replicate()
 
 
-def _set_edge(module: nn.Module, style: str, group: str, mesh: DeviceMesh, sequence_parallel: bool) -> None:
+def _set_edge(module: Any, style: str, group: str, mesh: DeviceMesh, sequence_parallel: bool) -> None:
     enter = gather_sequence if sequence_parallel else copy_to_ranks
     leave = reduce_scatter_sequence if sequence_parallel else reduce_from_ranks
     if style == "norm":

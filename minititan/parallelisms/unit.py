@@ -10,7 +10,9 @@ from torch import nn
 
 
 class Unit:
-    """The named module, the function that computes its forward, and what that takes before the module's inputs."""
+    """The named module, the function that computes its forward, and what that takes before the module's
+    inputs.
+    """
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name

@@ -1,0 +1,45 @@
+"""What a run says at its start and at its end."""
+
+import torch
+
+from minititan.build import compute_dtype
+from minititan.run import Run
+
+
+def opening_lines(run: Run, device: torch.device, parameters: int, steps_done: int) -> str:
+    """Return what is about to be trained, where, and how."""
+    config, layout, training = run.config, run.layout, run.config.training
+    dtype = str(compute_dtype(config, device)).removeprefix("torch.")
+    threads = f" with {torch.get_num_threads()} threads each" if device.type == "cpu" else ""
+    return "\n".join(
+        [
+            f"{config.job.description}: {config.model.name} {config.model.flavor}",
+            f"  {parameters:,} parameters in {training.dtype}, computed in {dtype}",
+            f"  {layout.world_size} processes on {device.type}{threads}: {layout.dp_replicate} replicas x "
+            f"{layout.dp_shard} shards x {layout.tp} tensor-parallel",
+            f"  {layout.global_batch_size} sequences of {training.seq_len} tokens a step, in "
+            f"{layout.accumulation_steps} micro-batches a rank",
+            f"  steps {steps_done + 1} to {training.steps}, everything into {run.folder}",
+        ]
+    )
+
+
+def closing_lines(run: Run, seconds: float | None) -> str:
+    """Return where everything is, how to go on, how to look at it; `seconds` None: nothing was left to do."""
+    config, steps = run.config, run.config.training.steps
+    took = (
+        "; nothing was done" if seconds is None else f" after {int(seconds // 60)} min {seconds % 60:.0f} s"
+    )
+    lines = [f"The run is complete: step {steps} of {steps}{took}."]
+    if config.checkpoint.enable:
+        lines.append(f"  checkpoints  {run.checkpoint_folder}")
+    lines.append(f"  metrics      {run.folder / 'metrics.jsonl'}")
+    if config.metrics.enable_tensorboard:
+        events = run.folder / config.metrics.save_tb_folder
+        lines.append(f"  TensorBoard  {events}; to look at it: tensorboard --logdir {events}")
+    if config.checkpoint.enable and not config.checkpoint.last_save_model_only:
+        lines.append(
+            "To go on from here, on any number of processes: the same command with "
+            f"--training.steps {steps + steps // 2}"
+        )
+    return "\n".join(lines)
