@@ -52,7 +52,7 @@ clean:
 # A half-made environment (interrupted set-up) is made again.
 define venv
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
-		echo "Python 3.10 or newer is needed; name one: make $@ PYTHON=python3.12" >&2; exit 1; }
+		echo "Python 3.10 or newer is needed; name one: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { \
 		echo "Creating $(VENV)"; $(PYTHON) -m venv --clear $(VENV); }
 endef

@@ -116,10 +116,17 @@ def test_only_a_number_that_the_user_set_is_kept(no_launcher):
     assert thread_share(1) is None  # no torchrun: the user's own
     no_launcher.setenv("TORCHELASTIC_RUN_ID", "x")
     for user, share in ({}, distributed._usable_cores()), ({"OMP_NUM_THREADS": "1"}, None):
-        with subprocess.Popen(["sleep", "60"], env={**user, "PATH": os.environ["PATH"]}) as launcher:
+        # It prints, so that its environment is surely there to read, and waits for the end of its input.
+        with subprocess.Popen(
+            ["sh", "-c", "echo ready; read line"],
+            env={**user, "PATH": os.environ["PATH"]},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        ) as launcher:
+            assert launcher.stdout is not None
+            assert launcher.stdout.readline() == b"ready\n"
             no_launcher.setattr(os, "getppid", lambda pid=launcher.pid: pid)
             assert thread_share(1) == share
-            launcher.kill()
 
 
 def test_torchrun_gives_each_rank_its_share_and_prints_a_fault_once(no_launcher, tmp_path):
