@@ -248,5 +248,9 @@ def _remove_leftovers(cache: Path, own: Path) -> None:
 
 def _write_aside(path: Path, content: str) -> None:
     aside = path.with_name(f"{path.name}.tmp")
-    aside.write_text(content)
-    aside.replace(path)
+    try:
+        aside.write_text(content)
+        aside.replace(path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise

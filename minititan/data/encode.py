@@ -12,8 +12,8 @@ import numpy as np
 
 from minititan.data.tokenizer import Tokenizer
 
-PIECE_CHARACTERS = 1 << 18
-BATCH_CHARACTERS = 1 << 22
+PIECE_CHARACTERS = 1 << 16
+BATCH_CHARACTERS = 1 << 21
 BATCH_PIECES = 4096
 
 
@@ -30,7 +30,7 @@ class Encoded(NamedTuple):
     starts: np.ndarray
 
 
-def pieces_of(document: Iterable[str], limit: int = PIECE_CHARACTERS) -> Iterator[Piece]:
+def pieces_of(document: Iterable[str], limit: int) -> Iterator[Piece]:
     """The document's text in pieces of at most `limit` characters; none for an empty document."""
     text, first = "", True
     for block in document:
@@ -70,7 +70,7 @@ def encode(
     batch: list[Piece] = []
     characters = 0
     for document in documents:
-        for piece in pieces_of(document):
+        for piece in pieces_of(document, PIECE_CHARACTERS):
             batch.append(piece)
             characters += len(piece.text)
             if characters >= BATCH_CHARACTERS or len(batch) >= BATCH_PIECES:
