@@ -34,7 +34,10 @@ def init_parameters(
     init_: Callable[[str, Tensor, torch.Generator], None],
     seed: int,
 ) -> None:
-    """Set each parameter, DTensor or not, to its values by (seed, name); drawn in float32 always."""
+    """Set each parameter, DTensor or not, to its values by (seed, name); drawn in float32 always.
+
+    Raises ValueError where `init_` leaves a value unset.
+    """
     for name, parameter in named_parameters.items():
         shape, offset = tuple(parameter.shape), (0,) * parameter.ndim
         local = parameter.detach()
@@ -63,8 +66,12 @@ def _fill(
     columns = tuple(slice(start, start + size) for start, size in zip(offset[1:], shape[1:], strict=True))
     for block in range(first // rows, -(-last // rows)):
         start = block * rows
-        values = torch.empty(min(rows, full_shape[0] - start), *full_shape[1:], dtype=torch.float32)
+        values = torch.full(
+            (min(rows, full_shape[0] - start), *full_shape[1:]), torch.nan, dtype=torch.float32
+        )
         init_(name, values, _generator(seed, name, block))
+        if values.isnan().any():
+            raise ValueError(f"the model's init_ leaves values of {name} unset")
         low, high = max(first, start), min(last, start + len(values))
         local[low - first : high - first].copy_(values[(slice(low - start, high - start), *columns)])
 

@@ -55,8 +55,11 @@ def _head(
     if labels is None:
         logits = F.linear(hidden, lm_head.weight)
         return logits if shard is None else _all_columns(logits, shard)[..., : lm_head.out_features]
+    # Not by the rows that this rank has: a chunk has collectives, and must be the same on all tp ranks.
+    columns = lm_head.out_features if shard is None or not shard.parallel else shard.rows
+    size = max(1, CHUNK_ELEMENTS // columns)
     return _HeadLoss.apply(  # pyright: ignore[reportReturnType]
-        hidden.flatten(0, 1), lm_head.weight, labels.flatten(), shard, chunk, torch.is_grad_enabled()
+        hidden.flatten(0, 1), lm_head.weight, labels.flatten(), shard, chunk, size, torch.is_grad_enabled()
     )
 
 
@@ -69,9 +72,9 @@ class _HeadLoss(torch.autograd.Function):
         labels: Tensor,  # [N]
         shard: VocabularyShard | None,
         chunk: Callable[..., tuple[Tensor, Tensor]],
+        size: int,  # of a chunk, in tokens
         with_gradients: bool,
     ) -> Tensor:
-        size = max(1, CHUNK_ELEMENTS // max(1, weight.shape[0]))
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
         grad_hidden = torch.empty_like(hidden) if with_gradients else None
         grad_weight = None
@@ -90,7 +93,7 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * grad, (grad_weight * grad).to(ctx.weight_dtype), None, None, None, None
+        return grad_hidden * grad, (grad_weight * grad).to(ctx.weight_dtype), None, None, None, None, None
 
 
 def _chunk_gradients(logits: Tensor, labels: Tensor, shard: VocabularyShard | None) -> tuple[Tensor, Tensor]:

@@ -8,17 +8,17 @@ no file of this library changes. `docs/models.md` has a complete small example.
 import dataclasses
 import importlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib.metadata import entry_points
 from typing import Any
 
 import pydantic
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from minititan.config import ConfigError
+from minititan.config.error import closest
 from minititan.models import decoder, llama3
 
 ENTRY_POINT_GROUP = "minititan.models"
@@ -32,8 +32,10 @@ class ModelSpec:
     """All that the library must know of a family.
 
     A model has `embed_tokens`, `layers` (a ModuleDict of blocks), `norm` and `lm_head` (a Linear without
-    bias), and `forward(tokens [B, T], positions, document_ids) -> hidden [B, T, D]`. Arguments are a frozen
-    dataclass; a field `vocab_size` of None takes the tokenizer's size.
+    bias), and `forward(tokens [B, T], positions, document_ids) -> hidden [B, T, D]`, which calls these parts
+    and the blocks with positional arguments. It has no buffers, and no parameters without a dimension.
+    Arguments are a frozen dataclass; a field `vocab_size` of None takes the tokenizer's size; a ValueError of
+    its `__post_init__` is reported like any fault of `[model.args]`.
     """
 
     flavors: Mapping[str, Any]  # name -> arguments
@@ -60,8 +62,9 @@ def load_user_models(custom_import: str, fault: Fault) -> None:
     if custom_import:
         try:
             importlib.import_module(custom_import)
-        except ModuleNotFoundError as error:
-            if not f"{custom_import}.".startswith(f"{error.name}."):
+        except (ModuleNotFoundError, TypeError) as error:
+            name = custom_import if custom_import.startswith(".") else getattr(error, "name", None)
+            if not f"{custom_import}.".startswith(f"{name}."):
                 raise  # the module is there, something that it imports is not
             way_out = "name an installed module, or put its folder on PYTHONPATH"
             raise ConfigError(fault("experimental.custom_import", "no such module", way_out)) from None
@@ -91,8 +94,8 @@ def _lookup(table: Mapping[str, Any], name: str, key: str, fault: Fault) -> Any:
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:
-    near = get_close_matches(name, names, n=1)
-    return f"nearest: {near[0]}" if near else f"there are: {', '.join(names)}"
+    near = closest(name, names)
+    return f"nearest: {near}" if near else f"there are: {', '.join(names)}"
 
 
 def _override(args: Any, overrides: Mapping[str, Any], fault: Fault) -> Any:
@@ -103,11 +106,63 @@ def _override(args: Any, overrides: Mapping[str, Any], fault: Fault) -> Any:
         raise ConfigError(*(fault(f"model.args.{k}", "unknown field", _nearest(k, names)) for k in unknown))
     try:
         # Through JSON, since strict validation of Python objects takes no dict for a nested dataclass.
-        merged = json.dumps(dataclasses.asdict(args) | dict(overrides))
-        return pydantic.TypeAdapter(type(args)).validate_json(merged, strict=True)
+        merged = json.dumps(_merged(dataclasses.asdict(args), overrides), default=str)
+        new: Any = pydantic.TypeAdapter(type(args)).validate_json(merged, strict=True)
     except pydantic.ValidationError as error:
-        paths = [(".".join(map(str, line["loc"])), line["msg"]) for line in error.errors()]
-        raise ConfigError(*(fault(f"model.args.{path}", message, "") for path, message in paths)) from None
+        raise ConfigError(*(_field_fault(line, fault) for line in error.errors())) from None
+    # Fields of a nested dataclass that it does not have are dropped without a word.
+    if dropped := list(_dropped(overrides, dataclasses.asdict(new), "model.args")):
+        raise ConfigError(
+            *(fault(key, "unknown field", _nearest(name, known)) for key, name, known in dropped)
+        )
+    return new
+
+
+def _merged(table: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `table` with values replaced, inside nested tables too."""
+    new = dict(table)
+    for key, value in overrides.items():
+        nested = isinstance(value, Mapping) and isinstance(table.get(key), Mapping)
+        new[key] = _merged(table[key], value) if nested else value
+    return new
+
+
+def _field_fault(error: Any, fault: Fault) -> str:
+    rule = error["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    rule = rule.replace("an object", "a table")  # what TOML calls it
+    return fault(".".join(["model.args", *map(str, error["loc"])]), rule, "")
+
+
+def _dropped(
+    given: Mapping[str, Any], taken: Mapping[str, Any], path: str
+) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """Yield key, name and the known names of each field that is in `given` only."""
+    for name, value in given.items():
+        if name not in taken:
+            yield f"{path}.{name}", name, taken
+        elif isinstance(value, Mapping) and isinstance(taken[name], Mapping):
+            yield from _dropped(value, taken[name], f"{path}.{name}")
+
+
+def model_faults(model: nn.Module) -> list[str]:
+    """Return how a model, as built on the meta device, breaks the contract of `ModelSpec`."""
+    faults = [
+        f"its model has no `{part}`"
+        for part in ("embed_tokens", "layers", "norm", "lm_head")
+        if not isinstance(getattr(model, part, None), nn.Module)
+    ]
+    layers, head = getattr(model, "layers", None), getattr(model, "lm_head", None)
+    if layers is not None and not isinstance(layers, nn.ModuleDict):
+        faults.append(f"its `layers` must be a ModuleDict, not a {type(layers).__name__}")
+    if head is not None and not (isinstance(head, nn.Linear) and head.bias is None):
+        faults.append("its `lm_head` must be a Linear without bias")
+    faults += [f"its buffer {name} has no initial value" for name, _ in model.named_buffers()]
+    faults += [
+        f"its parameter {name} must have a dimension; use shape (1,)"
+        for name, parameter in model.named_parameters()
+        if parameter.ndim == 0
+    ]
+    return faults
 
 
 register(

@@ -1,12 +1,21 @@
 """What is known of a run before any process group or file exists, and the check that finds it."""
 
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from minititan import data, registry
-from minititan.checkpoint import check_writable
-from minititan.config import Config, Layout, validate
+from minititan.checkpoint import check_checkpoint, check_step, check_writable, committed_steps
+from minititan.config import Config, ConfigError, Layout, validate
+from minititan.optimizer import without_decay
+from minititan.parallelisms.tensor_parallel import plan_faults
+from minititan.sinks import check_wandb
 
 
 @dataclass(frozen=True)
@@ -21,11 +30,70 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        return Path(self.config.job.dump_folder)
+        return folder_of(self.config)
 
     @property
     def checkpoint_folder(self) -> Path:
-        return self.folder / self.config.checkpoint.folder
+        return checkpoint_folder_of(self.config)
+
+
+def folder_of(config: Config) -> Path:
+    return Path(config.job.dump_folder).expanduser()
+
+
+def checkpoint_folder_of(config: Config) -> Path:
+    return folder_of(config) / config.checkpoint.folder
+
+
+def check_model(config: Config, spec: registry.ModelSpec, args: Any) -> nn.Module:
+    """Return the model on the meta device; raise ConfigError where it does not keep the registry's contract,
+    or its plan misses a part.
+    """
+    with torch.device("meta"):
+        model = spec.build(args)
+    faults = [config.fault("model.name", rule) for rule in registry.model_faults(model)]
+    if config.parallelism.tensor_parallel_degree > 1 and spec.tensor_parallel_plan is not None:
+        rules = plan_faults(model, spec.tensor_parallel_plan)
+        way_out = f"mend the plan of the model {config.model.name}, or use 1"
+        faults += [config.fault("parallelism.tensor_parallel_degree", rule, way_out) for rule in rules]
+    if faults:
+        raise ConfigError(*faults)
+    return model
+
+
+def check_names(config: Config, model: nn.Module) -> None:
+    """Raise ConfigError where a key names something outside of the config that is not there."""
+    without_decay(config.optimizer.no_decay, [name for name, _ in model.named_parameters()])
+    if config.metrics.enable_wandb:
+        check_wandb()
+    if config.compile.enable:
+        if config.compile.backend not in torch.compiler.list_backends(exclude_tags=()):
+            way_out = f"there are: {', '.join(torch.compiler.list_backends())}"
+            raise ConfigError(config.fault("compile.backend", "no such backend", way_out))
+
+
+def check_folders(config: Config, model: nn.Module) -> None:
+    """Raise ConfigError where a folder cannot be written, or a checkpoint to start from is not there."""
+    check_writable("job.dump_folder", folder_of(config))
+    section, folder = config.checkpoint, checkpoint_folder_of(config)
+    if section.enable and not section.load_only:
+        elements = sum(parameter.numel() for parameter in model.parameters())
+        with_moments = 3 * elements * getattr(torch, config.training.dtype).itemsize
+        check_writable("checkpoint.folder", folder, with_moments)
+    if section.enable and section.load_step >= 0:
+        check_step(folder, section.load_step)
+    elif section.enable and section.initial_load_path and not committed_steps(folder):
+        path = Path(section.initial_load_path).expanduser()
+        check_checkpoint(path, f"checkpoint.initial_load_path = {json.dumps(section.initial_load_path)}")
+
+
+@contextmanager
+def collected(faults: list[str]) -> Iterator[None]:
+    """Add the faults that the block raises to those of others, so that all are reported at once."""
+    try:
+        yield
+    except ConfigError as error:
+        faults += error.faults
 
 
 def check(config: Config, world_size: int) -> Run:
@@ -36,18 +104,26 @@ def check(config: Config, world_size: int) -> Run:
     tokenizer = data.build_tokenizer(config.model.hf_assets_path, config.fault)
     model = config.model
     spec, args = registry.resolve(model.name, model.flavor, model.args, tokenizer.vocab_size, config.fault)
-    layout = validate(
-        config,
-        args,
-        world_size,
-        tensor_parallel_plan=spec.tensor_parallel_plan is not None,
-        vocab_size=tokenizer.vocab_size,
-    )
+    built = check_model(config, spec, args)
+    faults: list[str] = []
+    layout = None
+    with collected(faults):
+        layout = validate(
+            config,
+            args,
+            world_size,
+            tensor_parallel_plan=spec.tensor_parallel_plan is not None,
+            vocab_size=tokenizer.vocab_size,
+        )
     sections = {"training": config.training} | (
         {"validation": config.validation} if config.validation.enable else {}
     )
     for name, section in sections.items():
-        data.check_source(section.dataset, section.dataset_path, section=name, fault=config.fault)
-    run = Run(config, spec, args, tokenizer, layout)
-    check_writable("job.dump_folder", run.folder)
-    return run
+        with collected(faults):
+            data.check_source(section.dataset, section.dataset_path, section=name, fault=config.fault)
+    for check_part in (check_names, check_folders):
+        with collected(faults):
+            check_part(config, built)
+    if faults or layout is None:
+        raise ConfigError(*faults)
+    return Run(config, spec, args, tokenizer, layout)

@@ -33,6 +33,9 @@ TENSOR_PARALLEL_PLAN = {
 }
 
 
+SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+
+
 @dataclass(frozen=True)
 class DecoderArgs:
     """The shape of a decoder; a run overrides any field in `[model.args]`."""
@@ -50,6 +53,19 @@ class DecoderArgs:
     rms_norm_eps: float = 1e-5
     tie_word_embeddings: bool = False  # the head is the embedding
     initializer_range: float = 0.02  # standard deviation of the initial weights
+
+    def __post_init__(self) -> None:
+        for name in SIZES:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} ({value}) must be at least 1")
+        if self.num_attention_heads % self.num_key_value_heads:
+            kv_heads = f"num_key_value_heads ({self.num_key_value_heads})"
+            raise ValueError(
+                f"num_attention_heads ({self.num_attention_heads}) must be a multiple of {kv_heads}"
+            )
+        if self.channels < 2 or self.channels % 2:
+            raise ValueError(f"the width of a head ({self.channels}) must be even, for rotary positions")
 
     @property
     def channels(self) -> int:

@@ -1,11 +1,11 @@
 """Tensor parallelism: parameters are DTensors on the `tp` axis, computation is on local tensors.
 
-A plan maps module-name patterns to styles. A style shards the module's parameters, so that checkpoints can
-reshard them, and says which collective stands at the module's edge. Between collectives a unit (a block, the
-embedding, the last norm, the head) is plain PyTorch: its parameters are unwrapped once, at its boundary and
-outside the compiled region. The stock styles of torch compute on DTensors instead, which costs dispatch at
-each operator, crashes with checkpointing and compile together, and gave a zero embedding gradient under
-compile (seen with torch 2.13).
+A plan maps module-name patterns to styles; a `*` stays within one part of a name, between dots. A style
+shards the module's parameters, so that checkpoints can reshard them, and says which collective stands at the
+module's edge. Between collectives a unit (a block, the embedding, the last norm, the head) is plain PyTorch:
+its parameters are unwrapped once, at its boundary and outside the compiled region. The stock styles of torch
+compute on DTensors instead, which costs dispatch at each operator, crashes with checkpointing and compile
+together, and gave a zero embedding gradient under compile (seen with torch 2.13).
 
 With sequence parallelism (arXiv:2205.05198) the residual stream between units is split along the sequence;
 without, each rank holds all of it.
@@ -51,6 +51,8 @@ def apply_tensor_parallel(
 
     Raises ValueError where the plan leaves a parameter out: without a style it would get a wrong gradient.
     """
+    if faults := plan_faults(model, plan):
+        raise ValueError("; ".join(faults))
     gradients = shard_parameters(model, mesh, plan, sequence_parallel, embedding_parallel)
     for unit in units:
         localize(unit, gradients)
@@ -73,10 +75,7 @@ def shard_parameters(
         if not parameters:
             continue
         style = style_of(name, plan)
-        if style is None:
-            raise ValueError(
-                f"the tensor-parallel plan names no style for the module {name!r} and its parameters"
-            )
+        assert style is not None
         if style == "embedding" and not embedding_parallel:
             style = "residual"
             module.forward = partial(_embed_own_tokens, module, group, mesh, sequence_parallel)
@@ -93,7 +92,26 @@ def shard_parameters(
 
 def style_of(name: str, plan: Mapping[str, str]) -> str | None:
     """Return the style of the module `name`: that of the first pattern that matches."""
-    return next((style for pattern, style in plan.items() if fnmatchcase(name, pattern)), None)
+    return next((style for pattern, style in plan.items() if _matches(name, pattern)), None)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts, patterns = name.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
+
+
+def plan_faults(model: nn.Module, plan: Mapping[str, str]) -> list[str]:
+    """Return what keeps `plan` from serving `model`, each a line; the model may be on the meta device."""
+    faults = [
+        f"the tensor-parallel plan has {pattern!r}: {style!r}, no style; styles: {', '.join(STYLES)}"
+        for pattern, style in plan.items()
+        if style not in STYLES
+    ]
+    for name, module in model.named_modules():
+        if dict(module.named_parameters(recurse=False)) and style_of(name, plan) is None:
+            where = f"the module {name!r}" if name else "parameters outside of the model's parts"
+            faults.append(f"the tensor-parallel plan names no style for {where} ({type(module).__name__})")
+    return faults
 
 
 def _placements(style: str, key: str, sequence_parallel: bool) -> tuple[Placement, Placement]:
