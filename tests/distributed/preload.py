@@ -1,10 +1,6 @@
 """What the fork server imports once, so that a rank starts in a fraction of a second.
 
-Only outside packages: our own modules are cheap, and each test process loads them fresh.
+`torch._dynamo` too: FSDP and the optimizers import it at their first use, which costs each process a second.
 """
 
-import torch
-import torch.distributed.checkpoint
-import torch.distributed.fsdp
-import torch.distributed.tensor
-import torch.utils.checkpoint  # noqa: F401
+import minititan.train  # noqa: F401
