@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from minititan.config import ConfigError, load
-from minititan.config.command_line import USAGE
+from minititan.config.command_line import USAGE, asks_for_help
 from minititan.config.error import closest
 from minititan.config.schema import Config
 
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"command line: {name}: no such command; {near}commands: {', '.join(COMMANDS)}", file=sys.stderr
         )
         return 2
-    if any(word in ("-h", "--help") for word in rest):
+    if asks_for_help(rest):
         print(f"minititan {name}: {COMMANDS[name][1]}\n{USAGE}")
         return 0
     try:

@@ -40,7 +40,7 @@ def build_optimizer(
     Parameters whose name matches one of the `no_decay` patterns (`*`, `?`, `[...]`, over the whole name)
     get no weight decay. Raises ConfigError for a pattern that matches no parameter.
     """
-    undecayed = _matching(no_decay, list(named_parameters))
+    undecayed = without_decay(no_decay, list(named_parameters))
     trainable = {key: p for key, p in named_parameters.items() if p.requires_grad}
     groups = [
         {"params": [p for key, p in trainable.items() if key not in undecayed], "weight_decay": weight_decay},
@@ -59,16 +59,16 @@ def build_optimizer(
     return optimizer
 
 
-def _matching(patterns: Sequence[str], names: Sequence[str]) -> set[str]:
+def without_decay(patterns: Sequence[str], names: Sequence[str]) -> set[str]:
+    """The names that a `no_decay` pattern matches. Raises ConfigError for a pattern that matches none."""
     matched: set[str] = set()
     faults: list[str] = []
     for pattern in patterns:
         found = {name for name in names if fnmatchcase(name, pattern)}
         if not found:
-            near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
-            faults.append(
-                f"optimizer.no_decay = {pattern!r}: must match a parameter's name; nearest: {', '.join(near)}"
-            )
+            near = ", ".join(difflib.get_close_matches(pattern, names, n=1, cutoff=0.0))
+            rule = f"must match a parameter's name; nearest: {near}"
+            faults.append(f'optimizer.no_decay = ["{pattern}"]: {rule}')
         matched |= found
     if faults:
         raise ConfigError(*faults)

@@ -14,6 +14,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from minititan.config import ConfigError
+from minititan.sinks import explained
 
 SNAPSHOT_ENTRIES = 100_000
 
@@ -98,13 +99,15 @@ class Profiler:
         assert self._traces is not None
         begin = time.perf_counter()
         path = self._traces / f"iteration_{self._step}" / f"rank{self.rank}_trace.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        recorded.export_chrome_trace(str(path))
+        with explained(self._traces, "a trace"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            recorded.export_chrome_trace(str(path))
         self._say(f"Trace of the steps to {self._step} in {path} ({time.perf_counter() - begin:.1f} s)")
 
     def _write_snapshot(self, name: str) -> None:
         assert self._snapshots is not None
         path = self._snapshots / name / f"rank{self.rank}_memory_snapshot.pickle"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(pickle.dumps(torch.cuda.memory._snapshot()))
+        with explained(self._snapshots, "a memory snapshot"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(pickle.dumps(torch.cuda.memory._snapshot()))
         self._say(f"Memory snapshot at step {self._step} in {path}")

@@ -66,10 +66,10 @@ def check_names(config: Config, model: nn.Module) -> None:
     without_decay(config.optimizer.no_decay, [name for name, _ in model.named_parameters()])
     if config.metrics.enable_wandb:
         check_wandb()
-    if config.compile.enable:
-        if config.compile.backend not in torch.compiler.list_backends(exclude_tags=()):
-            way_out = f"there are: {', '.join(torch.compiler.list_backends())}"
-            raise ConfigError(config.fault("compile.backend", "no such backend", way_out))
+    name = config.compile.backend
+    if config.compile.enable and name not in torch.compiler.list_backends(exclude_tags=()):
+        way_out = f"there are: {', '.join(torch.compiler.list_backends())}"
+        raise ConfigError(config.fault("compile.backend", "no such backend", way_out))
 
 
 def check_folders(config: Config, model: nn.Module) -> None:

@@ -48,14 +48,14 @@ class JsonLines:
 
 
 @contextlib.contextmanager
-def explained(folder: Path) -> Iterator[None]:
-    """Turns a failed write of logs into a ConfigError that names the folder."""
+def explained(folder: Path, what: str = "the metrics") -> Iterator[None]:
+    """Turns a failed write under `folder` into a ConfigError that names it."""
     try:
         yield
     except OSError as error:
         raise ConfigError(
-            f'job.dump_folder = "{folder}": cannot write the metrics: {error.strerror or error}; make '
-            "room or name a folder that can be written; a restart goes on from the last checkpoint"
+            f"{folder}: {what} cannot be written ({error.strerror or error}); make room or set another "
+            "job.dump_folder; a restart goes on from the last checkpoint"
         ) from error
 
 

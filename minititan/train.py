@@ -7,11 +7,13 @@
 import dataclasses
 import gc
 import hashlib
+import json
 import math
 import sys
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from minititan import build
 from minititan.checkpoint import Checkpointer, committed_steps, restore_rng, rng_tensors
 from minititan.config import Config, ConfigError, load
+from minititan.config.command_line import USAGE, asks_for_help
 from minititan.data import DataState
 from minititan.distributed import (
     Distributed,
@@ -40,6 +43,7 @@ from minititan.optimizer import lr_at, optimizer_tensors, set_lr
 from minititan.parallelisms import build_meshes
 from minititan.report import closing_lines, opening_lines
 from minititan.run import Run, check
+from minititan.sinks import explained
 from minititan.validate import run_validation
 
 Batch = dict[str, Tensor]
@@ -148,13 +152,12 @@ class Trainer:
         )
 
     def check_finite(self, step: int, norm: Tensor) -> None:
-        """Raise on all ranks alike, before the update takes effect, where the gradients are not finite."""
+        """Raise ConfigError on all ranks alike, before the update, where the gradients are not finite."""
         value = norm.item()
         if not math.isfinite(value):
-            raise FloatingPointError(
-                f"step {step}: the gradient norm is {value}: the update was not made, nothing is saved; "
-                f"lower optimizer.lr = {self.config.optimizer.lr}, or look at the data"
-            )
+            rule = f"the gradient norm of step {step} is {value}: its update was not made, nothing is saved"
+            way_out = "lower it, or look at the data; a restart goes on from the last checkpoint"
+            raise ConfigError(self.config.fault("optimizer.lr", rule, way_out))
 
     def log(
         self, loss: Tensor, own_labels: Tensor, labels: Tensor, norm: Tensor, lr: float, batches: list[Batch]
@@ -273,18 +276,15 @@ class Trainer:
                 )
             return
         newest = self.checkpointer.latest()
-        if newest is not None:
-            step = newest if section.load_step < 0 else section.load_step
-            state = self.load_from(step, model_only=False)
-            if step < newest and not section.load_only:
+        step = newest if section.load_step < 0 else section.load_step
+        if step is not None:
+            state = self.load_from(step, model_only=False)  # raises where the step is not there
+            if newest is not None and step < newest and not section.load_only:
                 for name in self.checkpointer.set_newer_aside(step):
                     self.say(f"A newer checkpoint was moved aside: {self.checkpointer.folder / name}")
             self.say(f"Resumed from step {step}, saved by {state['world_size']} processes")
-        elif section.load_step >= 0:
-            rule = f"{self.checkpointer.folder} holds no checkpoint"
-            raise ConfigError(self.config.fault("checkpoint.load_step", rule, "leave it out to start afresh"))
         elif section.initial_load_path:
-            self.load_from(section.initial_load_path, section.initial_load_model_only)
+            self.load_from(Path(section.initial_load_path).expanduser(), section.initial_load_model_only)
             self.say(f"Started from {section.initial_load_path}, at step {self.steps_done}")
 
     def load_from(self, source: Any, model_only: bool) -> dict[str, Any]:
@@ -292,17 +292,21 @@ class Trainer:
         tensors = self.state_tensors()
         if model_only:
             tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
-        state = self.checkpointer.load(source, tensors, self.config.checkpoint.exclude_from_loading)
+        exclude = self.config.checkpoint.exclude_from_loading
+        state = self.checkpointer.load(source, tensors, exclude)
         self.note_changes(state)
         if model_only:
             return state
+        if missing := {"train_state", "dataloader"}.difference(state, exclude):
+            where = f"the train_state.json of {'step ' * isinstance(source, int)}{source}"
+            raise ConfigError(f"{where}: lacks {', '.join(sorted(missing))}; use another checkpoint")
         if "train_state" in state:
             self.steps_done, self.tokens_seen = state["step"], state["train_state"]["tokens_seen"]
             rng = {name: tensor for name, tensor in tensors.items() if name.startswith("rng.")}
             seed, rank = self.config.debug.seed or 0, self.place.rank
             restore_rng(rng, rank=rank, seed=seed, step=self.steps_done)
         if "dataloader" in state:
-            self.loader.resume(DataState(**state["dataloader"]), self.config.fault)
+            self.loader.resume(DataState.from_json(json.dumps(state["dataloader"])), self.config.fault)
         return state
 
     def note_changes(self, state: dict[str, Any]) -> None:
@@ -337,28 +341,38 @@ def is_complete(run: Run) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train the run that the command line describes; return the exit code."""
+    words = sys.argv[1:] if argv is None else argv
+    if asks_for_help(words):
+        print(f"{USAGE}\nEvery key of the file is described in docs/config.md.")
+        return 0
+    config = None
     try:
-        config = load(sys.argv[1:] if argv is None else argv)
-        run = check(config, world_size_from_env())
-        if is_complete(run):
-            if rank_from_env() == 0:
-                print(closing_lines(run, None), flush=True)
-            return 0
-        comm = config.comm
-        place = init_distributed(
-            timeout_seconds=comm.init_timeout_seconds,
-            trace_buffer=comm.trace_buf_size,
-            trace_prefix=run.folder / comm.save_traces_folder / comm.save_traces_file_prefix,
-        )
-        trainer = Trainer.build(run, place)
-        write_config(run, place)
-        parameters = sum(parameter.numel() for parameter in trainer.parameters.values())
-        trainer.say(opening_lines(run, place.device, parameters, trainer.steps_done))
-        trainer.run()
-        shutdown(place)
+        config = load(words)
+        train(config)
     except ConfigError as error:
-        report_and_exit(error)
+        report_and_exit(error if config is None else config.located(error))
     return 0
+
+
+def train(config: Config) -> None:
+    """Train to the last step of the run; every rank must call it."""
+    run = check(config, world_size_from_env())
+    if is_complete(run):
+        if rank_from_env() == 0:
+            print(closing_lines(run, None), flush=True)
+        return
+    comm = config.comm
+    place = init_distributed(
+        timeout_seconds=comm.init_timeout_seconds,
+        trace_buffer=comm.trace_buf_size,
+        trace_prefix=run.folder / comm.save_traces_folder / comm.save_traces_file_prefix,
+    )
+    trainer = Trainer.build(run, place)
+    write_config(run, place)
+    parameters = sum(parameter.numel() for parameter in trainer.parameters.values())
+    trainer.say(opening_lines(run, place.device, parameters, trainer.steps_done))
+    trainer.run()
+    shutdown(place)
 
 
 def write_config(run: Run, place: Distributed) -> None:
@@ -366,8 +380,10 @@ def write_config(run: Run, place: Distributed) -> None:
     if place.rank == 0 and run.config.job.print_config:
         print(run.config.to_toml(), flush=True)
     if place.rank == 0 and run.config.job.save_config_file:
-        run.folder.mkdir(parents=True, exist_ok=True)
-        (run.folder / run.config.job.save_config_file).write_text(run.config.to_toml(), encoding="utf-8")
+        path = run.folder / run.config.job.save_config_file
+        with explained(path, "the config"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(run.config.to_toml(), encoding="utf-8")
 
 
 if __name__ == "__main__":

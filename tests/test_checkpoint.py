@@ -169,7 +169,7 @@ def test_a_refused_write_names_the_folder_and_costs_nothing(saved):
     with largest_file(100_000), pytest.raises(ConfigError) as caught:
         saved.save(3, tensors(3, size=20_000), {})
     assert str(caught.value) == (
-        f"checkpoint.folder = '{saved.folder}': step 3 could not be saved (rank 0: File too large); "
+        f'checkpoint.folder = "{saved.folder}": step 3 could not be saved (rank 0: File too large); '
         "make room or set another job.dump_folder; the newest checkpoint is step 2"
     )
     assert_as_saved(saved)
@@ -211,7 +211,7 @@ def test_a_failure_at_any_point_leaves_the_checkpoints_as_they_were(saved, tmp_p
 def test_a_file_in_the_place_of_the_folder_is_an_error(tmp_path):
     (tmp_path / "checkpoint").write_text("")
     with pytest.raises(
-        ConfigError, match=f"checkpoint.folder = '{tmp_path}/checkpoint': step 1 could not be saved"
+        ConfigError, match=f'checkpoint.folder = "{tmp_path}/checkpoint": step 1 could not be saved'
     ):
         checkpointer(tmp_path / "checkpoint").save(1, tensors(1), {})
 
@@ -223,10 +223,10 @@ def test_a_folder_that_cannot_be_written_is_known_before_anything_is_made(tmp_pa
     with pytest.raises(ConfigError) as caught:
         check_writable("job.dump_folder", tmp_path / "file" / "deeper")
     assert str(caught.value).startswith(
-        f"job.dump_folder = '{tmp_path}/file/deeper': {tmp_path}/file must be a folder"
+        f'job.dump_folder = "{tmp_path}/file/deeper": {tmp_path}/file must be a folder'
     )
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
-    with pytest.raises(ConfigError, match=f"job.dump_folder = '{tmp_path}/new': {tmp_path} must be writable"):
+    with pytest.raises(ConfigError, match=f'job.dump_folder = "{tmp_path}/new": {tmp_path} must be writable'):
         check_writable("job.dump_folder", tmp_path / "new")
 
 

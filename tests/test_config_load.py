@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minititan.config import Config, ConfigError, load
-from minititan.config.command_line import USAGE
 
 
 def write(folder: Path, text: str) -> str:
@@ -94,7 +93,12 @@ def test_wrong_file(tmp_path: Path, text: str, fault: str) -> None:
 
 
 WRONG_WORDS = {
-    "no option": (["foo"], "command line: foo: an option begins with --"),
+    "no option": (["foo"], "command line: foo: an option begins with -- and a name; write --section.key"),
+    "no name": (["--"], "command line: --: an option begins with -- and a name"),
+    "a file as it stands": (
+        ["a/b.toml"],
+        "command line: a/b.toml: an option begins with -- and a name; write --job.config_file a/b.toml",
+    ),
     "no section": (["--steps", "3"], "command line: steps: unknown section; nearest: training.steps"),
     "unknown key": (
         ["--training.step", "3"],
@@ -143,7 +147,7 @@ def test_all_faults_at_once(tmp_path: Path) -> None:
         """
     found = faults(tmp_path, text, "--training.max_norm=x", "stray")
     assert [fault.split(" = ")[0] for fault in found] == [
-        "command line: stray: an option begins with --; " + USAGE,
+        "command line: stray: an option begins with -- and a name; write --section.key VALUE",
         "run.toml: checkpoint.enable_checkpoint",
         "run.toml: training.seq_lenn",
         "command line: training.max_norm",
@@ -243,6 +247,12 @@ def test_overrides(tmp_path: Path, words: str, expected: tuple[str, object]) -> 
 def test_a_real_key_that_begins_with_no_is_no_negation(tmp_path: Path) -> None:
     found = faults(tmp_path, "", "--optimizer.no_decay")
     assert found == ("command line: optimizer.no_decay: needs a value; write --optimizer.no_decay VALUE",)
+
+
+def test_a_second_file_is_not_passed_over(tmp_path: Path) -> None:
+    first = tmp_path / "run.toml"
+    found = faults(tmp_path, "", "--job.config-file", "b.toml")
+    assert found == (f'command line: job.config_file = "b.toml": a second file, after {first}; give one',)
 
 
 def test_the_last_of_two_overrides_counts(tmp_path: Path) -> None:

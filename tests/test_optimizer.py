@@ -68,8 +68,10 @@ def test_a_no_decay_pattern_that_matches_nothing_is_an_error_for_each_pattern():
             **SETTINGS,
         )
     first, second = caught.value.faults
-    assert first == "optimizer.no_decay = 'nrom.weight': must match a parameter's name; nearest: norm.weight"
-    assert "'head*'" in second
+    assert (
+        first == 'optimizer.no_decay = ["nrom.weight"]: must match a parameter\'s name; nearest: norm.weight'
+    )
+    assert '"head*"' in second
 
 
 @pytest.mark.parametrize("implementation", ["for-loop", "foreach", "fused"])

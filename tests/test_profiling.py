@@ -57,7 +57,7 @@ def test_a_trace_holds_the_active_steps_of_each_cycle(tmp_path):
 
 def test_a_trace_that_cannot_be_written_is_an_error_not_a_crash(tmp_path):
     (tmp_path / "traces").write_text("a file is in the way")
-    with pytest.raises(OSError):
+    with pytest.raises(ConfigError, match=f"^{tmp_path}/traces: a trace cannot be written "):
         run(make_profiler(tmp_path), range(11, 21))
 
 

@@ -7,7 +7,15 @@ Parameters are saved under their names with their global shapes, so any layout c
 """
 
 from minititan.checkpoint.checkpointer import Checkpointer
-from minititan.checkpoint.folder import check_writable, committed_steps
+from minititan.checkpoint.folder import check_checkpoint, check_step, check_writable, committed_steps
 from minititan.checkpoint.rng import restore_rng, rng_tensors
 
-__all__ = ["Checkpointer", "check_writable", "committed_steps", "restore_rng", "rng_tensors"]
+__all__ = [
+    "Checkpointer",
+    "check_checkpoint",
+    "check_step",
+    "check_writable",
+    "committed_steps",
+    "restore_rng",
+    "rng_tensors",
+]

@@ -60,7 +60,7 @@ class Checkpointer:
                     shutil.rmtree(temporary, ignore_errors=True)
                 raise
         except RanksFailedError as failed:
-            where = f"checkpoint.folder = {str(self.folder)!r}: step {step} could not be saved"
+            where = f"checkpoint.folder = {json.dumps(str(self.folder))}: step {step} could not be saved"
             raise failed.explained(where, self._what_is_left()) from None
         if self._rank == 0:
             self._retain(step)
@@ -107,16 +107,10 @@ class Checkpointer:
         return {key: value for key, value in state.items() if key not in {*exclude, "format_version"}}
 
     def _read_state(self, source: int | str | Path, path: Path) -> dict[str, Any]:
-        if isinstance(source, int) and source not in self.steps():
-            there = ", ".join(map(str, self.steps())) or "none"
-            raise ConfigError(
-                f"checkpoint.load_step = {source}: {self.folder} has no such step; there: {there}"
-            )
+        if isinstance(source, int):
+            folder.check_step(self.folder, source)
+        folder.check_checkpoint(path)
         file = path / folder.TRAIN_STATE
-        if not file.is_file():
-            inside = folder.committed_steps(path)
-            way_out = f"; inside it: step-{inside[-1]}" if inside else ""
-            raise ConfigError(f"{path}: must be a checkpoint, a folder with {folder.TRAIN_STATE}{way_out}")
         try:
             state = json.loads(file.read_text(encoding="utf-8"))
             version = state["format_version"]

@@ -44,15 +44,40 @@ def committed_steps(folder: Path) -> list[int]:
     return sorted(step for step in steps if is_committed(step_folder(folder, step)))
 
 
-def check_writable(key: str, folder: Path) -> None:
-    """Raises ConfigError, which names the key and the folder, when it can't be written. Creates nothing."""
+def check_writable(key: str, folder: Path, needed_bytes: int = 1) -> None:
+    """Raises ConfigError, which names the key and the folder, when `needed_bytes` can't be written there.
+
+    Creates nothing.
+    """
+    where = f"{key} = {json.dumps(str(folder), ensure_ascii=False)}"
     existing = folder.absolute()
     while not os.path.lexists(existing):
         existing = existing.parent
     if not existing.is_dir():
-        raise ConfigError(f"{key} = {str(folder)!r}: {existing} must be a folder; choose another path")
+        raise ConfigError(f"{where}: {existing} must be a folder; choose another path")
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(f"{key} = {str(folder)!r}: {existing} must be writable; choose another path")
+        raise ConfigError(f"{where}: {existing} must be writable; choose another path")
+    disk = shutil.disk_usage(existing)
+    if disk.free < needed_bytes and disk.total > 0:  # a total of 0: this file system does not tell
+        left = f"has {disk.free / 1e6:,.1f} MB left, of {needed_bytes / 1e6:,.1f} MB that are needed"
+        rule = f"the disk of {existing} {left if disk.free else 'is full'}"
+        raise ConfigError(f"{where}: {rule}; make room or choose another path")
+
+
+def check_step(folder: Path, step: int) -> None:
+    """Raises ConfigError when the folder has no complete checkpoint of this step."""
+    steps = committed_steps(folder)
+    if step not in steps:
+        there = f"there: {', '.join(map(str, steps))}" if steps else "leave it out to start afresh"
+        raise ConfigError(f"checkpoint.load_step = {step}: {folder} has no such step; {there}")
+
+
+def check_checkpoint(path: Path, name: str | None = None) -> None:
+    """Raises ConfigError, which calls it `name` or by its path, when this is no complete checkpoint."""
+    if not (path / TRAIN_STATE).is_file():
+        inside = committed_steps(path)
+        way_out = f"; inside it: step-{inside[-1]}" if inside else ""
+        raise ConfigError(f"{name or path}: must be a checkpoint, a folder with {TRAIN_STATE}{way_out}")
 
 
 def begin(folder: Path, step: int) -> Path:

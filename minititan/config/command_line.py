@@ -32,20 +32,27 @@ def parse(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     words = list(argv)
     while words:
         word = words.pop(0)
-        if not word.startswith("--"):
-            faults.append(f"{WHERE}: {word}: an option begins with --; {USAGE}")
-            continue
         name, equals, text = word[2:].partition("=")
+        if not word.startswith("--") or not name:
+            faults.append(_no_option(word))
+            continue
         key = name.replace("-", "_")
         value = text if equals else None
         if value is None and words and not words[0].startswith("--"):
             value = words.pop(0)
         key, parsed, fault = _read(key, value)
+        if key == "job.config_file" and key in entries:
+            fault = fault_line(WHERE, key, parsed, f"a second file, after {entries[key]}", "give one")
         if fault:
             faults.append(fault)
         else:
             entries[key] = parsed
     return entries, faults
+
+
+def _no_option(word: str) -> str:
+    way_out = f"write --job.config_file {word}" if word.endswith(".toml") else "write --section.key VALUE"
+    return f"{WHERE}: {word}: an option begins with -- and a name; {way_out}"
 
 
 def annotation_of(key: str) -> Any:
@@ -54,6 +61,11 @@ def annotation_of(key: str) -> Any:
         return DROPPED[key].annotation
     field = all_keys().get(present_name(key))
     return field.annotation if field else None
+
+
+def asks_for_help(argv: Sequence[str]) -> bool:
+    """Whether one of the words is -h or --help."""
+    return not {"-h", "--help"}.isdisjoint(argv)
 
 
 def _read(key: str, text: str | None) -> tuple[str, Any, str]:

@@ -32,7 +32,8 @@ def load(argv: Sequence[str]) -> Config:
     overrides, faults = command_line.parse(argv)
     path = overrides.get("job.config_file")
     if not path or not isinstance(path, str):
-        raise ConfigError(*faults, f"{command_line.WHERE}: no config file is given; {command_line.USAGE}")
+        missing = f"{command_line.WHERE}: no config file is given; {command_line.USAGE}"
+        raise ConfigError(*(faults or [missing]))
     file = Path(path)
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}

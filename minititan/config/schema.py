@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PrivateAttr
 from pydantic.fields import FieldInfo
 
-from minititan.config.error import fault_line
+from minititan.config.error import ConfigError, fault_line
 from minititan.config.execution import ActivationCheckpoint, Comm, Compile, Parallelism
 from minititan.config.fields import (
     INT64_MAX,
@@ -338,6 +338,16 @@ class Config(Section):
     def fault(self, key: str, rule: str, way_out: str = "") -> str:
         """The line that tells the user what is wrong with the value of `key`."""
         return fault_line(self.where(key), key, self.value(key), rule, way_out)
+
+    def located(self, error: ConfigError) -> ConfigError:
+        """The error with where a value comes from put before each fault that begins with `KEY = `.
+
+        Library functions take plain values, and do not know where they were set.
+        """
+        keyed = [(fault.partition(" = ")[0], fault) for fault in error.faults]
+        return ConfigError(
+            *(f"{self.where(key)}: {fault}" if key in all_keys() else fault for key, fault in keyed)
+        )
 
     def to_toml(self) -> str:
         """The TOML file that gives this config; unset optional keys are left out."""

@@ -352,7 +352,7 @@ def test_a_fault_of_one_rank_is_one_error_on_all_and_costs_nothing(tmp_path):
     first = results[0]
     for failing in (0, 1):
         assert first[f"write{failing}"] == (
-            f"checkpoint.folder = '{folder}': step 2 could not be saved (rank {failing}: File too large); "
+            f'checkpoint.folder = "{folder}": step 2 could not be saved (rank {failing}: File too large); '
             "make room or set another job.dump_folder; the newest checkpoint is step 1"
         )
         assert first[f"left{failing}"] == ["step-1"]
