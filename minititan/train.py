@@ -9,6 +9,7 @@ import gc
 import hashlib
 import json
 import math
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ from minititan.config.command_line import USAGE, asks_for_help
 from minititan.data import DataState
 from minititan.distributed import (
     Distributed,
+    first_error_speaks,
     init_distributed,
     rank_from_env,
     report_and_exit,
@@ -348,9 +350,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = None
     try:
         config = load(words)
-        train(config)
+        with first_error_speaks():
+            train(config)
     except ConfigError as error:
         report_and_exit(error if config is None else config.located(error))
+    except KeyboardInterrupt:
+        if rank_from_env() == 0:
+            print("Interrupted", file=sys.stderr, flush=True)
+        return 128 + signal.SIGINT
     return 0
 
 
