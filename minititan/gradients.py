@@ -35,8 +35,8 @@ def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> Tenso
     Every rank must call it, and gets the same value, a tensor on the device.
     """
     norm = gradient_norm(parameters)
-    if max_norm > 0:
-        grads = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    grads = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if max_norm > 0 and grads:
         _foreach_mul_(grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm
 
