@@ -55,7 +55,6 @@ LAYOUTS = {  # replicate, shard, tp, keys
     "fsdp-tp": (1, 2, 2, {}),
     "fsdp-tp-plain": (1, 2, 2, {"disable_sequence_parallel": True, "disable_embedding_parallel": True}),
     "hsdp": (2, 2, 1, {}),
-    "replicas-tp": (2, 1, 2, {}),
     "tp": (1, 1, 4, {}),
 }
 ARGS = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 36}
@@ -90,9 +89,10 @@ def whole(parameters: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def on_ranks(rank: int, world: int, folder: str) -> dict[str, Any]:
-    results = {}
+    results, made = {}, {}
     for layout, (replicate, shard, tp, keys) in LAYOUTS.items():
-        meshes = build_meshes("cpu", replicate, shard, tp)
+        degrees = replicate, shard, tp
+        meshes = made[degrees] = made.get(degrees) or build_meshes("cpu", *degrees)
         model = model_of(run_of(folder, world, replicate, shard, tp, keys), meshes, torch.device("cpu"))
         parameters = dict(model.named_parameters())
         tokens, labels = (part.chunk(replicate * shard)[meshes.dp_rank] for part in batch())

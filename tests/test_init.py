@@ -49,6 +49,7 @@ def on_ranks(rank: int, world: int, folder: str) -> dict[Any, Any]:
     init.BLOCK_ELEMENTS = 128  # many blocks, that shards cut
     results = {}
     for layout, (replicate, shard, tp) in LAYOUTS.items():
+        meshes = build_meshes("cpu", replicate, shard, tp)
         for tied in (False, True):
             tables = {
                 "job": {"dump_folder": folder},
@@ -62,7 +63,6 @@ def on_ranks(rank: int, world: int, folder: str) -> dict[Any, Any]:
                 "debug": {"seed": 3},
             }
             run = check(Config.model_validate(tables), world)
-            meshes = build_meshes("cpu", replicate, shard, tp)
             model = model_of(run, meshes, torch.device("cpu"))
             assert (model.lm_head.weight is model.embed_tokens.weight) == tied
             full = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}

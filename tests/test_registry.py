@@ -330,8 +330,8 @@ def alone(tmp_path_factory):
     "keys, kinds",
     [
         ({"data_parallel_shard": 2}, ("none", "op")),
-        ({"tensor_parallel": 2}, ("none", "full", "plain")),
-        ({"data_parallel_shard": 2, "tensor_parallel": 2}, ("none", "full", "op", "plain")),
+        ({"tensor_parallel": 2}, ("full", "plain")),
+        ({"data_parallel_shard": 2, "tensor_parallel": 2}, ("none", "op", "plain")),
     ],
     ids=["dp2", "tp2", "dp2-tp2"],
 )
