@@ -525,12 +525,7 @@ def torchrun(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(folder)}
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         environment.pop(name, None)
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=55)
-
-
-def ours(err: str) -> list[str]:
-    """The lines with our modules in a traceback."""
-    return [line for line in err.splitlines() if 'File "' in line and "minititan" in line.partition(",")[0]]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
 
 def test_two_ranks_print_a_fault_once(folder: Path) -> None:
@@ -539,7 +534,7 @@ def test_two_ranks_print_a_fault_once(folder: Path) -> None:
     assert ended.returncode == 1
     assert ended.stderr.splitlines().count(fault) == 1
     assert "exitcode  : 2 " in ended.stderr
-    assert "[rank" not in ended.stderr
+    assert "minititan/train.py" not in ended.stderr  # no traceback of ours
     assert ended.stdout == ""
     assert not (folder / "dump").exists()
 
@@ -552,19 +547,14 @@ def test_a_fault_of_rank_0_alone_ends_the_others_without_an_echo(folder: Path) -
     assert len(faults) == 1
     assert ended.returncode == 1
     assert "exitcode  : 2 " in ended.stderr
-    assert "[rank" not in ended.stderr
+    assert "minititan/train.py" not in ended.stderr
 
 
 def test_an_error_that_is_no_users_fault_keeps_its_traceback(folder: Path) -> None:
     (folder / "broken.py").write_text(
-        "import os\n"
-        "from minititan import build\n"
-        "def profiler_of(*_):\n"
-        "    raise RuntimeError('a bug of rank 1')\n"
-        "if os.environ['RANK'] == '1':\n"
-        "    build.profiler_of = profiler_of\n"
+        "import os\nif os.environ['RANK'] == '1':\n    raise ValueError('a bug of rank 1')\n"
     )
     ended = torchrun(folder, "--experimental.custom_import", "broken")
     assert ended.returncode == 1
-    assert "RuntimeError: a bug of rank 1" in ended.stderr
-    assert any("broken.py" in line for line in ended.stderr.splitlines() if "[rank1]" in line)
+    assert ended.stderr.splitlines().count("ValueError: a bug of rank 1") == 1
+    assert f'File "{folder}/broken.py", line 3' in ended.stderr
