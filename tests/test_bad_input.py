@@ -15,10 +15,9 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-import torch
 import torch.distributed as dist
 
-from minititan import distributed, run, train
+from minititan import distributed, report, run, train
 from minititan.checkpoint import check_writable
 from minititan.config import ConfigError
 from tests.distributed.harness import run_ranks
@@ -510,9 +509,8 @@ def test_found_when_a_run_goes_on(run_outcomes: tuple[Path, dict[str, Outcome]],
 def test_no_place_for_the_config(folder: Path) -> None:
     """Only rank 0 writes it, and only rank 0 has the fault."""
     checked = run.check(train.load(words_of(folder, "--job.save_config_file", "../text.txt/run.toml")), 1)
-    place = distributed.Distributed(0, 1, 0, torch.device("cpu"), owns_group=False)
     with pytest.raises(ConfigError, match=r"text.txt/run.toml: the config cannot be written \("):
-        train.write_config(checked, place)
+        report.write_config(checked)
 
 
 # ---- With a real launcher: once in the whole run, all ranks end.
