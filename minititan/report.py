@@ -25,23 +25,27 @@ def opening_lines(run: Run, device: torch.device, parameters: int, steps_done: i
     )
 
 
-def closing_lines(run: Run, seconds: float | None) -> str:
-    """Return where everything is, how to go on, how to look at it; `seconds` None: nothing was left to do."""
-    config, steps = run.config, run.config.training.steps
+def closing_lines(run: Run, step: int, seconds: float | None) -> str:
+    """Return where everything is, how to go on, how to look at it.
+
+    `step` is where the run stands; `seconds` None: nothing was left to do.
+    """
+    config, section, steps = run.config, run.config.checkpoint, run.config.training.steps
     took = (
         "; nothing was done" if seconds is None else f" after {int(seconds // 60)} min {seconds % 60:.0f} s"
     )
-    lines = [f"The run is complete: step {steps} of {steps}{took}."]
-    if config.checkpoint.enable:
+    of = f"of {steps}" if step <= steps else f"is past training.steps = {steps}"
+    lines = [f"The run is complete: step {step} {of}{took}."]
+    if section.enable:
         lines.append(f"  checkpoints  {run.checkpoint_folder}")
     lines.append(f"  metrics      {run.folder / 'metrics.jsonl'}")
     if config.metrics.enable_tensorboard:
         events = run.folder / config.metrics.save_tb_folder
         lines.append(f"  TensorBoard  {events}; to look at it: tensorboard --logdir {events}")
-    if config.checkpoint.enable and not config.checkpoint.last_save_model_only:
+    if section.enable and not section.load_only and not section.last_save_model_only:
         lines.append(
             "To go on from here, on any number of processes: the same command with "
-            f"--training.steps {steps + steps // 2}"
+            f"--training.steps {step + max(step // 2, 1)}"
         )
     return "\n".join(lines)
 

@@ -218,7 +218,7 @@ class Trainer:
                         self.save_checkpoint()
         gc.enable()
         self.metrics.close()
-        self.say(closing_lines(self.job, time.perf_counter() - begin))
+        self.say(closing_lines(self.job, self.steps_done, time.perf_counter() - begin))
 
     def validation_due(self, step: int) -> bool:
         section = self.config.validation
@@ -336,12 +336,15 @@ def schedule_of(config: Config) -> dict[str, Any]:
     }
 
 
-def is_complete(run: Run) -> bool:
-    """Whether the run's folder holds its last step already, so that nothing is left to do."""
+def completed_step(run: Run) -> int | None:
+    """Return the step that the run would resume from, where nothing is left to do after it; else None."""
     section = run.config.checkpoint
-    if not section.enable or section.load_step >= 0:
-        return False
-    return max(committed_steps(run.checkpoint_folder), default=0) >= run.config.training.steps
+    if not section.enable:
+        return None
+    step = section.load_step
+    if step < 0:
+        step = max(committed_steps(run.checkpoint_folder), default=0)
+    return step if step >= run.config.training.steps else None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -367,9 +370,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def train(config: Config) -> None:
     """Train to the last step of the run; every rank must call it."""
     run = check(config, world_size_from_env())
-    if is_complete(run):
+    if (step := completed_step(run)) is not None:
         if rank_from_env() == 0:
-            print(closing_lines(run, None), flush=True)
+            print(closing_lines(run, step, None), flush=True)
         return
     comm = config.comm
     place = init_distributed(
