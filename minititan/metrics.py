@@ -50,6 +50,7 @@ class Step:
     lr: float
     tokens_seen: int
     samples_consumed: int
+    skipped_steps: int = 0  # whose update was left out
     batch_sha256: str | None = None
 
 
@@ -278,6 +279,7 @@ def step_scalars(done: Step, rates: Rates, memory: DeviceMemory) -> dict[str, fl
         "time_metrics/data_loading(%)": rates.data_loading_percent,
         **memory_scalars(memory),
         "n_tokens_seen": done.tokens_seen,
+        "skipped_steps": done.skipped_steps,
         "lr": done.lr,
     }
     if rates.mfu_percent is not None:

@@ -8,7 +8,6 @@ import dataclasses
 import gc
 import hashlib
 import json
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -36,7 +35,8 @@ from minititan.distributed import (
     shutdown,
     world_size_from_env,
 )
-from minititan.gradients import clip_gradients, finish_gradients
+from minititan.gradients import clip_gradients, finish_gradients, gradient_norm
+from minititan.guard import Guard
 from minititan.loss import IGNORED
 from minititan.metrics import MetricsLogger, Step
 from minititan.optimizer import lr_at, optimizer_tensors, set_lr
@@ -74,6 +74,14 @@ class Trainer:
             rank=place.rank,
             say=self.say,
         )
+        self.guard = Guard(
+            debug.nan_policy,
+            debug.max_skipped_in_a_row,
+            debug.loss_spike_factor,
+            debug.loss_spike_window,
+            run.config.fault,
+            self.say,
+        )
         self.steps_done = 0
         self.tokens_seen = 0
 
@@ -106,13 +114,13 @@ class Trainer:
         loss = self.forward_backward(micro_batches, labels)
         parameters = list(self.parameters.values())
         finish_gradients(parameters)
-        norm = clip_gradients(parameters, self.config.training.max_norm)
+        norm = gradient_norm(parameters)
         lr = self.config.optimizer.lr * self.lr_factor(self.steps_done)
         step = self.steps_done + 1
-        if self.device.type == "cpu" or self.metrics.due(step) or self.save_due(step):
-            self.check_finite(step, norm)  # elsewhere the host does not wait for a GPU
-        set_lr(self.optimizer, lr)
-        self.optimizer.step()
+        if self.guard.allows(step, loss, labels, norm, self.parameters, group):
+            clip_gradients(parameters, norm, self.config.training.max_norm)
+            set_lr(self.optimizer, lr)
+            self.optimizer.step()
         self.optimizer.zero_grad()
 
         self.steps_done = step
@@ -151,14 +159,6 @@ class Trainer:
             min_lr_factor=section.min_lr_factor,
         )
 
-    def check_finite(self, step: int, norm: Tensor) -> None:
-        """Raise ConfigError on all ranks alike, before the update, where the gradients are not finite."""
-        value = norm.item()
-        if not math.isfinite(value):
-            rule = f"the gradient norm of step {step} is {value}: its update was not made, nothing is saved"
-            way_out = "lower it, or look at the data; a restart goes on from the last checkpoint"
-            raise ConfigError(self.config.fault("optimizer.lr", rule, way_out))
-
     def log(
         self, loss: Tensor, own_labels: Tensor, labels: Tensor, norm: Tensor, lr: float, batches: list[Batch]
     ) -> None:
@@ -175,6 +175,7 @@ class Trainer:
             lr=lr,
             tokens_seen=self.tokens_seen,
             samples_consumed=self.loader.state().samples_consumed,
+            skipped_steps=self.guard.skipped,
             batch_sha256=self.batch_hash(batches) if self.config.metrics.log_batch_hash else None,
         )
         self.metrics.log_step(done)
@@ -256,6 +257,7 @@ class Trainer:
         model = self.config.model
         state = {
             "train_state": {"tokens_seen": self.tokens_seen},
+            "guard": self.guard.state(),
             "dataloader": dataclasses.asdict(self.loader.state()),
             "lr_scheduler": schedule_of(self.config),
             "model": {"name": model.name, "flavor": model.flavor, "args": dataclasses.asdict(self.job.args)},
@@ -305,6 +307,7 @@ class Trainer:
             rng = {name: tensor for name, tensor in tensors.items() if name.startswith("rng.")}
             seed, rank = self.config.debug.seed or 0, self.place.rank
             restore_rng(rng, rank=rank, seed=seed, step=self.steps_done)
+            self.guard.restore(state.get("guard", self.guard.state()))
         if "dataloader" in state:
             self.loader.resume(DataState.from_json(json.dumps(state["dataloader"])), self.config.fault)
         return state

@@ -121,6 +121,10 @@ OUR_KEYS = {
     "metrics.log_batch_hash": False,
     "metrics.peak_tflops": None,
     "model.args": {},
+    "debug.nan_policy": "raise",
+    "debug.max_skipped_in_a_row": 10,
+    "debug.loss_spike_factor": None,
+    "debug.loss_spike_window": 50,
 }
 OUR_CHOICES = {
     "training.dtype": ["bfloat16", "float32", "float64"],

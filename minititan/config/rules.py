@@ -63,6 +63,8 @@ FEATURES = (
     Feature(("memory_estimation.",), ("memory_estimation.enable",), lambda c: c.memory_estimation.enable),
     Feature(("fault_tolerance.",), ("fault_tolerance.enable",), lambda c: c.fault_tolerance.enable),
     Feature(("validation.",), ("validation.enable",), lambda c: c.validation.enable),
+    Feature(("debug.max_skipped_in_a_row",), (), lambda c: c.debug.nan_policy == "skip"),
+    Feature(("debug.loss_spike_window",), (), lambda c: c.debug.loss_spike_factor is not None),
     Feature(
         ("validation.dataloader.",),
         ("validation.dataloader.num_workers",),

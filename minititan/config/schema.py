@@ -273,7 +273,7 @@ class Validation(Section):
 
 
 class Debug(Section):
-    """Seeds and determinism."""
+    """Seeds, determinism, and what to do about broken numbers."""
 
     seed: Annotated[int | None, Range(low=0, high=INT64_MAX)] = 0
     """Seed of weights and data order. (TorchTitan: none.)"""
@@ -281,6 +281,15 @@ class Debug(Section):
     """Only deterministic algorithms; an operation that has none is an error."""
     deterministic_warn_only: bool = False
     """With `deterministic`: warn instead."""
+    nan_policy: Literal["raise", "skip"] = "raise"
+    """Own key. Where a loss or gradient is not finite: end the run, or leave the step's update out."""
+    max_skipped_in_a_row: Positive = 10
+    """Own key. With `nan_policy = "skip"`: the run ends where more updates in a row would be left out."""
+    loss_spike_factor: Annotated[float | None, Range(above=1)] = None
+    """Own key. A loss above this many times the median of the last steps is treated by `nan_policy` like one
+    that is not finite; unset: no such rule."""
+    loss_spike_window: Positive = 50
+    """Own key. Steps of that median, those left out not counted; the rule begins when there are so many."""
     moe_force_load_balance: bool = False
     """Send the same number of tokens to each expert; only false so far."""
 
