@@ -12,11 +12,11 @@ from minititan.distributed import Distributed, computes_bfloat16
 from minititan.init import init_parameters, materialize
 from minititan.loss import VocabularyShard, install_loss
 from minititan.metrics import MetricsLogger
-from minititan.optimizer import build_optimizer
+from minititan.optimizer import GroupedOptimizer, build_optimizer
 from minititan.parallelisms import Meshes, parallelize
 from minititan.parallelisms.tensor_parallel import first_row
 from minititan.profiling import Profiler
-from minititan.run import Run
+from minititan.run import Run, rule_settings
 
 
 def model_of(run: Run, meshes: Meshes, device: torch.device) -> Any:
@@ -33,7 +33,7 @@ def model_of(run: Run, meshes: Meshes, device: torch.device) -> Any:
         shard = VocabularyShard(group, rows, first, not config.parallelism.disable_loss_parallel)
     install_loss(model.lm_head, shard, config.compile.backend if compiled else None)
     parallelize(model, run.spec.tensor_parallel_plan, meshes, config, compute_dtype(config, device))
-    materialize(model, device)
+    materialize(model, torch.device("cpu") if config.training.enable_cpu_offload else device)
     init_parameters(
         dict(model.named_parameters()),
         lambda name, tensor, generator: run.spec.init_(name, tensor, generator, run.args),
@@ -52,17 +52,17 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
     return getattr(torch, config.training.dtype)
 
 
-def optimizer_of(config: Config, parameters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+def optimizer_of(config: Config, parameters: dict[str, nn.Parameter]) -> GroupedOptimizer:
     section = config.optimizer
     return build_optimizer(
         parameters,
-        name=section.name,
-        lr=section.lr,
+        **rule_settings(config),
         betas=(section.beta1, section.beta2),
         eps=section.eps,
-        weight_decay=section.weight_decay,
         implementation=section.implementation,
-        no_decay=section.no_decay,
+        muon_momentum=section.muon_momentum,
+        muon_ns_steps=section.muon_ns_steps,
+        muon_adjust_lr=section.muon_adjust_lr,
     )
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from minititan import data, registry
 from minititan.checkpoint import check_checkpoint, check_step, check_writable, committed_steps
 from minititan.config import Config, ConfigError, Layout, validate
-from minititan.optimizer import without_decay
+from minititan.optimizer import ParamGroup, rules_of
 from minititan.parallelisms.tensor_parallel import plan_faults
 from minititan.sinks import check_wandb
 
@@ -61,9 +61,21 @@ def check_model(config: Config, spec: registry.ModelSpec, args: Any) -> nn.Modul
     return model
 
 
+def rule_settings(config: Config) -> dict[str, Any]:
+    """Return what `rules_of` makes the rules of parameters from."""
+    section = config.optimizer
+    return {
+        "name": section.name,
+        "lr": section.lr,
+        "weight_decay": section.weight_decay,
+        "no_decay": section.no_decay,
+        "param_groups": [ParamGroup(**group.model_dump()) for group in section.param_groups],
+    }
+
+
 def check_names(config: Config, model: nn.Module) -> None:
     """Raise ConfigError where a key names something outside of the config that is not there."""
-    without_decay(config.optimizer.no_decay, [name for name, _ in model.named_parameters()])
+    rules_of(dict(model.named_parameters()), **rule_settings(config))
     if config.metrics.enable_wandb:
         check_wandb()
     name = config.compile.backend

@@ -39,7 +39,7 @@ from minititan.gradients import clip_gradients, finish_gradients, gradient_norm
 from minititan.guard import Guard
 from minititan.loss import IGNORED
 from minititan.metrics import MetricsLogger, Step
-from minititan.optimizer import lr_at, optimizer_tensors, set_lr
+from minititan.optimizer import lr_at, optimizer_tensors, set_lr_factor
 from minititan.parallelisms import build_meshes
 from minititan.report import closing_lines, opening_lines
 from minititan.run import Run, check
@@ -115,18 +115,18 @@ class Trainer:
         parameters = list(self.parameters.values())
         finish_gradients(parameters)
         norm = gradient_norm(parameters)
-        lr = self.config.optimizer.lr * self.lr_factor(self.steps_done)
+        factor = self.lr_factor(self.steps_done)
         step = self.steps_done + 1
         if self.guard.allows(step, loss, labels, norm, self.parameters, group):
             clip_gradients(parameters, norm, self.config.training.max_norm)
-            set_lr(self.optimizer, lr)
+            set_lr_factor(self.optimizer, factor)
             self.optimizer.step()
         self.optimizer.zero_grad()
 
         self.steps_done = step
         self.tokens_seen += self.job.layout.global_batch_size * self.config.training.seq_len
         if self.metrics.due(step):
-            self.log(loss, own_labels, labels, norm, lr, micro_batches)
+            self.log(loss, own_labels, labels, norm, self.config.optimizer.lr * factor, micro_batches)
 
     def forward_backward(self, micro_batches: list[Batch], labels: Tensor) -> Tensor:
         """Add up the gradients of this rank's part of the batch; return the sum of its token losses.

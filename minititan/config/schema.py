@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PrivateAttr
+from pydantic import BeforeValidator, Field, PrivateAttr
 from pydantic.fields import FieldInfo
 
 from minititan.config.error import ConfigError, fault_line
@@ -28,6 +28,7 @@ from minititan.config.fields import (
     Table,
     Text,
     keys,
+    tuples,
 )
 from minititan.config.later import FaultTolerance, MemoryEstimation, Quantize
 
@@ -116,11 +117,24 @@ class Model(Section):
     """Own key, `[model.args]`: fields of the model's arguments that replace those of the flavor."""
 
 
+class ParamGroup(Section):
+    """What differs for parameters whose names match a pattern."""
+
+    pattern: Text
+    """Over the whole name, with * and ?; the first group that matches counts."""
+    name: Literal["AdamW", "Adam", "Muon"] | None = None
+    """The algorithm; Muon for matrices only."""
+    lr: Annotated[float | None, Range(low=0)] = None
+    """Peak learning rate."""
+    weight_decay: Annotated[float | None, Range(low=0)] = None
+    """Wins over `no_decay`."""
+
+
 class Optimizer(Section):
     """The optimizer and its constants."""
 
-    name: Literal["AdamW", "Adam"] = "AdamW"
-    """The algorithm."""
+    name: Literal["AdamW", "Adam", "Muon"] = "AdamW"
+    """The algorithm. "Muon" (own): for the matrices of the layers; everything else gets AdamW."""
     lr: Annotated[float, Range(low=0)] = 8e-4
     """Peak learning rate."""
     beta1: Annotated[float, Range(low=0, below=1)] = 0.9
@@ -137,6 +151,16 @@ class Optimizer(Section):
     """Update each parameter inside the backward pass; only false so far."""
     no_decay: Strings = ()
     """Own key. Patterns (with * and ?) of the names of parameters that get no weight decay."""
+    param_groups: Annotated[tuple[ParamGroup, ...], BeforeValidator(tuples)] = ()
+    """Own key, `[[optimizer.param_groups]]`: tables with a `pattern` of parameter names (with * and ?) and
+    the `name`, `lr` or `weight_decay` that these get instead; the first that matches counts."""
+    muon_momentum: Annotated[float, Range(low=0, below=1)] = 0.95
+    """Own key. Muon: decay of its momentum, a step."""
+    muon_ns_steps: Annotated[int, Range(low=1, high=99)] = 5
+    """Own key. Muon: iterations that make an update orthogonal."""
+    muon_adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """Own key. Muon: the rate of a matrix of A x B is 0.2 sqrt(max(A, B)) times `lr`, so that AdamW's rates
+    fit; or ("original") sqrt(max(1, A / B)) times."""
 
 
 class LRScheduler(Section):
@@ -185,7 +209,7 @@ class Training(Section):
     steps: Positive = 10000
     """Optimizer steps of the whole run, restarts included."""
     enable_cpu_offload: bool = False
-    """Keep parameters, gradients and moments in CPU memory; only false so far."""
+    """Keep parameters, gradients and moments in CPU memory; the optimizer steps there."""
     dtype: Literal["bfloat16", "float32", "float64"] = "float32"
     """Type of the parameters and moments. "float64" is our own, for tests; "bfloat16" is still to come."""
     mixed_precision_param: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
