@@ -52,8 +52,10 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
     return getattr(torch, config.training.dtype)
 
 
-def optimizer_of(config: Config, parameters: dict[str, nn.Parameter]) -> GroupedOptimizer:
-    section = config.optimizer
+def optimizer_of(
+    config: Config, parameters: dict[str, nn.Parameter], device: torch.device
+) -> GroupedOptimizer:
+    section, dtype = config.optimizer, compute_dtype(config, device)
     return build_optimizer(
         parameters,
         **rule_settings(config),
@@ -63,6 +65,7 @@ def optimizer_of(config: Config, parameters: dict[str, nn.Parameter]) -> Grouped
         muon_momentum=section.muon_momentum,
         muon_ns_steps=section.muon_ns_steps,
         muon_adjust_lr=section.muon_adjust_lr,
+        muon_dtype=torch.bfloat16 if dtype == torch.float16 else dtype,
     )
 
 

@@ -2,8 +2,8 @@
 
 The rule is that of `torch.optim.Muon`, extended to DTensors: momentum is kept in shards, and the update is
 gathered to the full matrix before it is made orthogonal, since that of a shard would be another update. Every
-rank orthogonalises every matrix and keeps its own part. The iteration runs in bfloat16 as in torch; in
-float64 for float64 parameters, whose runs are compared between layouts.
+rank orthogonalises every matrix and keeps its own part. The iteration, always in bfloat16 in torch, runs in the
+dtype of the run's computation: rounding it more coarsely would let layouts drift apart.
 """
 
 import math
@@ -20,12 +20,13 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration (kellerjord
 EPS = 1e-7
 
 
-def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
-    """Return `matrix` with its singular values pushed towards 1 by `steps` Newton-Schulz iterations."""
+def orthogonalize(matrix: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
+    """Return `matrix` with its singular values pushed towards 1 by `steps` Newton-Schulz iterations, in `dtype`
+    throughout.
+    """
     a, b, c = COEFFICIENTS
     wide = matrix.shape[0] <= matrix.shape[1]
-    x = matrix.to(torch.float64 if matrix.dtype == torch.float64 else torch.bfloat16)
-    x = x if wide else x.T
+    x = matrix.to(dtype) if wide else matrix.to(dtype).T
     x = x / x.norm().clamp(min=EPS)
     for _ in range(steps):
         gram = x @ x.T
@@ -50,6 +51,7 @@ def muon(
     momentum: float,
     steps: int,
     adjust: AdjustLR,
+    dtype: torch.dtype,
 ) -> None:
     """Update matrices, DTensors or not, and their momenta in place; every rank that shares one takes part."""
     for parameter, buffer in zip(parameters, momenta, strict=True):
@@ -59,7 +61,7 @@ def muon(
         local = parameter
         if isinstance(parameter, DTensor):
             update, local = update.full_tensor(), parameter.to_local()
-        own = _own_part(orthogonalize(update, steps), parameter)
+        own = _own_part(orthogonalize(update, steps, dtype), parameter)
         local.mul_(1 - lr * weight_decay)
         local.add_(own, alpha=-adjusted_lr(lr, adjust, parameter.shape))
 

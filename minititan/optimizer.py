@@ -120,6 +120,7 @@ def build_optimizer(
     muon_momentum: float = 0.95,
     muon_ns_steps: int = 5,
     muon_adjust_lr: AdjustLR = "match_rms_adamw",
+    muon_dtype: torch.dtype = torch.bfloat16,
 ) -> GroupedOptimizer:
     """An optimizer of the trainable parameters by their rules (see `rules_of`), its state already there.
 
@@ -142,7 +143,12 @@ def build_optimizer(
         "eps": eps,
         "fused": implementation == "fused",
         "foreach": implementation == "foreach",
-        "muon": {"momentum": muon_momentum, "steps": muon_ns_steps, "adjust": muon_adjust_lr},
+        "muon": {
+            "momentum": muon_momentum,
+            "steps": muon_ns_steps,
+            "adjust": muon_adjust_lr,
+            "dtype": muon_dtype,
+        },
     }
     optimizer = GroupedOptimizer(
         [{"params": members, "peak_lr": rule.lr, **vars(rule)} for rule, members in groups.items()], constants

@@ -67,7 +67,7 @@ class Trainer:
         self.model = build.model_of(run, self.meshes, self.device)
         # Taken once: while FSDP has gathered a unit's parameters, its modules hold others.
         self.parameters = dict(self.model.named_parameters())
-        self.optimizer = build.optimizer_of(run.config, self.parameters)
+        self.optimizer = build.optimizer_of(run.config, self.parameters, self.device)
         self.checkpointer = Checkpointer(
             run.checkpoint_folder,
             keep_latest_k=run.config.checkpoint.keep_latest_k,

@@ -135,4 +135,6 @@ def test_the_iteration_acts_on_singular_values(shape):
     a, b, c = COEFFICIENTS
     for _ in range(5):
         values = a * values + b * values**3 + c * values**5
-    torch.testing.assert_close(orthogonalize(matrix, 5), left * values @ right, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        orthogonalize(matrix, 5, torch.float64), left * values @ right, rtol=1e-10, atol=1e-12
+    )

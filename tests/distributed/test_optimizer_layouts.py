@@ -39,22 +39,30 @@ def one(tmp_path_factory, token_cache) -> tuple[Path, dict[str, torch.Tensor]]:
     return folder, run_ranks(train, 1, folder, token_cache, {})[0]
 
 
-def assert_same(folder: Path, tensors: dict[str, torch.Tensor], one) -> None:
+def assert_same(folder: Path, tensors: dict[str, torch.Tensor], one, loss=1e-9, other=1e-7) -> None:
     found, expected = lines(folder), lines(one[0])
     assert len(found) == len(expected) == 5
     for here, there in zip(found, expected, strict=True):
-        assert here["loss"] == pytest.approx(there["loss"], rel=1e-9)
-        assert here["grad_norm"] == pytest.approx(there["grad_norm"], rel=1e-7)
+        assert here["loss"] == pytest.approx(there["loss"], rel=loss)
+        assert here["grad_norm"] == pytest.approx(there["grad_norm"], rel=max(loss, 1e-7))
     assert tensors.keys() == one[1].keys()
     assert sum(key.endswith(".momentum_buffer") for key in tensors) == 2 * 7 - 1
     for key, value in one[1].items():
-        assert (tensors[key] - value).norm() <= 1e-7 * value.norm(), key
+        assert (tensors[key] - value).norm() <= other * value.norm(), key
 
 
 @pytest.mark.parametrize("shard, tp", [(2, 1), (1, 2), (2, 2)], ids=["dp2", "tp2", "dp2-tp2"])
 def test_muon_is_the_same_on_every_layout(shard, tp, one, tmp_path, token_cache):
     tensors = run_ranks(train, shard * tp, tmp_path, token_cache, degrees(shard, tp))[0]
     assert_same(tmp_path, tensors, one)
+
+
+def test_muon_in_float32_is_within_the_bounds_of_float32(tmp_path, token_cache):
+    """With the iteration in bfloat16 the parameters differed by 1e-2 after 10 steps."""
+    keys = {"training.dtype": "float32", "training.mixed_precision_param": "float32"}
+    single = run_ranks(train, 1, tmp_path / "one", token_cache, keys)[0]
+    tensors = run_ranks(train, 2, tmp_path / "tp2", token_cache, degrees(tp=2) | keys)[0]
+    assert_same(tmp_path / "tp2", tensors, (tmp_path / "one", single), 1e-5, 1e-4)
 
 
 def test_muon_goes_on_from_a_checkpoint_of_another_layout(one, tmp_path, token_cache):
