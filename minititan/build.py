@@ -1,5 +1,6 @@
 """The parts of a run, made from its config: model, optimizer, tokens and loaders, logs."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ from torch import nn
 from minititan import data
 from minititan.config import Config
 from minititan.distributed import Distributed, computes_bfloat16
+from minititan.guard import Guard
 from minititan.init import init_parameters, materialize
 from minititan.loss import VocabularyShard, install_loss
+from minititan.loss_scale import LossScale
 from minititan.metrics import MetricsLogger
 from minititan.optimizer import GroupedOptimizer, build_optimizer
 from minititan.parallelisms import Meshes, parallelize
@@ -52,6 +55,20 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
     return getattr(torch, config.training.dtype)
 
 
+def guard_of(config: Config, say: Callable[[str], None]) -> Guard:
+    debug, training = config.debug, config.training
+    scaled = training.mixed_precision_param == "float16"
+    return Guard(
+        debug.nan_policy,
+        debug.max_skipped_in_a_row,
+        debug.loss_spike_factor,
+        debug.loss_spike_window,
+        config.fault,
+        say,
+        LossScale(training.loss_scale_init, training.loss_scale_growth_interval) if scaled else None,
+    )
+
+
 def optimizer_of(
     config: Config, parameters: dict[str, nn.Parameter], device: torch.device
 ) -> GroupedOptimizer:
@@ -62,6 +79,7 @@ def optimizer_of(
         betas=(section.beta1, section.beta2),
         eps=section.eps,
         implementation=section.implementation,
+        state_dtype=getattr(torch, section.state_dtype) if section.state_dtype else None,
         muon_momentum=section.muon_momentum,
         muon_ns_steps=section.muon_ns_steps,
         muon_adjust_lr=section.muon_adjust_lr,

@@ -28,6 +28,13 @@ def finish_gradients(parameters: Sequence[nn.Parameter]) -> None:
 
 
 @torch.no_grad()
+def unscale_gradients(parameters: Sequence[nn.Parameter], scale: float) -> None:
+    """Divide all gradients by the loss scale."""
+    grads = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    _foreach_mul_(grads, 1 / scale)
+
+
+@torch.no_grad()
 def clip_gradients(parameters: Sequence[nn.Parameter], norm: Tensor, max_norm: float) -> None:
     """Scale all gradients, whose global norm is `norm`, so that it is at most `max_norm` (0: leave them)."""
     if max_norm > 0:
@@ -58,7 +65,8 @@ def _sharded_axes(grad: Tensor) -> object:
 
 
 def _squared_norm(grads: list[Tensor]) -> Tensor:
-    square = torch.stack(_foreach_norm([_local(grad) for grad in grads])).square().sum()
+    dtype = torch.promote_types(grads[0].dtype, torch.float32)
+    square = torch.stack(_foreach_norm([_local(grad) for grad in grads], 2, dtype=dtype)).square().sum()
     axes = _sharded_axes(grads[0])
     if isinstance(axes, tuple):
         mesh, sharded = axes

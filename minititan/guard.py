@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from minititan.config import ConfigError
+from minititan.loss_scale import LossScale
 
 WAY_OUT = "lower optimizer.lr, or look at the data; a restart goes on from the last checkpoint"
 
@@ -27,7 +28,8 @@ class Guard:
 
     `policy` "skip" leaves at most `max_in_a_row` updates out in a row. `spike_factor`: a loss above that many
     times the median of the last `spike_window` ones is treated like one that is not finite (None: no such
-    rule). `fault` makes a ConfigError's line of a key, a rule and a way out.
+    rule). A gradient that overflows because of the loss scale is routine: the update is left out whatever the
+    policy. `fault` makes a ConfigError's line of a key, a rule and a way out.
     """
 
     policy: Literal["raise", "skip"]
@@ -36,6 +38,7 @@ class Guard:
     spike_window: int
     fault: Callable[[str, str, str], str]
     say: Callable[[str], None] = print
+    scale: LossScale | None = None  # of float16
     skipped: int = 0  # updates left out in the whole run
     in_a_row: int = 0
     losses: list[float] = field(default_factory=list)  # of the last steps whose update was made
@@ -59,9 +62,14 @@ class Guard:
         bad_loss, bad_gradient, spike = _on_any_rank(flags)
         if not (bad_loss or bad_gradient or spike):
             self.in_a_row = 0
+            if self.scale is not None:
+                self.scale.note_good_step()
             if self.spike_factor is not None:
                 self.losses = [*self.losses, mean.item()][-self.spike_window :]
             return True
+        if bad_gradient and not bad_loss and self.scale is not None and self.scale.can_shrink:
+            self._shrink(step, self.scale)
+            return False
         if bad_loss or bad_gradient:
             key, cause = "debug.nan_policy", _not_finite(loss if bad_loss else None, parameters)
         else:
@@ -92,14 +100,29 @@ class Guard:
             raise ConfigError(self.fault("debug.max_skipped_in_a_row", rule, WAY_OUT))
         self.say(f"Step {step}: {cause}; its update is left out ({self.skipped} so far)")
 
+    def _shrink(self, step: int, scale: LossScale) -> None:
+        scale.shrink()
+        self.skipped += 1
+        self.say(
+            f"Step {step}: a gradient overflows; its update is left out, the loss scale is {scale.value:g}"
+        )
+
     def state(self) -> dict[str, Any]:
         """Return what a restart needs, as JSON."""
-        return {"skipped_steps": self.skipped, "skipped_in_a_row": self.in_a_row, "losses": self.losses}
+        scale = {} if self.scale is None else {"loss_scale": self.scale.state()}
+        return {
+            "skipped_steps": self.skipped,
+            "skipped_in_a_row": self.in_a_row,
+            "losses": self.losses,
+            **scale,
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take over what `state` returned."""
         self.skipped, self.in_a_row = state["skipped_steps"], state["skipped_in_a_row"]
         self.losses = state["losses"][-self.spike_window :]
+        if self.scale is not None and "loss_scale" in state:
+            self.scale.restore(state["loss_scale"])
 
 
 def _on_any_rank(flags: list[Tensor]) -> list[bool]:

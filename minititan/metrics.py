@@ -51,6 +51,7 @@ class Step:
     tokens_seen: int
     samples_consumed: int
     skipped_steps: int = 0  # whose update was left out
+    loss_scale: float | None = None  # after the step; None: not in float16
     batch_sha256: str | None = None
 
 
@@ -282,6 +283,8 @@ def step_scalars(done: Step, rates: Rates, memory: DeviceMemory) -> dict[str, fl
         "skipped_steps": done.skipped_steps,
         "lr": done.lr,
     }
+    if done.loss_scale is not None:
+        scalars["loss_scale"] = done.loss_scale
     if rates.mfu_percent is not None:
         scalars["mfu(%)"] = rates.mfu_percent
     return scalars

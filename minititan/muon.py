@@ -2,8 +2,8 @@
 
 The rule is that of `torch.optim.Muon`, extended to DTensors: momentum is kept in shards, and the update is
 gathered to the full matrix before it is made orthogonal, since that of a shard would be another update. Every
-rank orthogonalises every matrix and keeps its own part. The iteration, always in bfloat16 in torch, runs in the
-dtype of the run's computation: rounding it more coarsely would let layouts drift apart.
+rank orthogonalises every matrix and keeps its own part. The iteration, always in bfloat16 in torch, runs in
+the dtype of the run's computation: rounding it more coarsely would let layouts drift apart.
 """
 
 import math
@@ -21,9 +21,7 @@ EPS = 1e-7
 
 
 def orthogonalize(matrix: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
-    """Return `matrix` with its singular values pushed towards 1 by `steps` Newton-Schulz iterations, in `dtype`
-    throughout.
-    """
+    """Return `matrix` with its singular values pushed towards 1 by Newton-Schulz iterations in `dtype`."""
     a, b, c = COEFFICIENTS
     wide = matrix.shape[0] <= matrix.shape[1]
     x = matrix.to(dtype) if wide else matrix.to(dtype).T

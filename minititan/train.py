@@ -35,8 +35,7 @@ from minititan.distributed import (
     shutdown,
     world_size_from_env,
 )
-from minititan.gradients import clip_gradients, finish_gradients, gradient_norm
-from minititan.guard import Guard
+from minititan.gradients import clip_gradients, finish_gradients, gradient_norm, unscale_gradients
 from minititan.loss import IGNORED
 from minititan.metrics import MetricsLogger, Step
 from minititan.optimizer import lr_at, optimizer_tensors, set_lr_factor
@@ -74,14 +73,7 @@ class Trainer:
             rank=place.rank,
             say=self.say,
         )
-        self.guard = Guard(
-            debug.nan_policy,
-            debug.max_skipped_in_a_row,
-            debug.loss_spike_factor,
-            debug.loss_spike_window,
-            run.config.fault,
-            self.say,
-        )
+        self.guard = build.guard_of(run.config, self.say)
         self.steps_done = 0
         self.tokens_seen = 0
 
@@ -114,6 +106,8 @@ class Trainer:
         loss = self.forward_backward(micro_batches, labels)
         parameters = list(self.parameters.values())
         finish_gradients(parameters)
+        if scale := self.guard.scale:
+            unscale_gradients(parameters, scale.value)
         norm = gradient_norm(parameters)
         factor = self.lr_factor(self.steps_done)
         step = self.steps_done + 1
@@ -140,8 +134,12 @@ class Trainer:
             inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
             if has_fsdp:
                 model.set_requires_gradient_sync(index == len(micro_batches) - 1)
-            loss = model.lm_head(model(**inputs), batch["labels"])
-            (loss / labels).backward()
+            if scale := self.guard.scale:
+                loss = model.lm_head(model(**inputs), batch["labels"], scale.value / labels)
+                loss.backward()
+            else:
+                loss = model.lm_head(model(**inputs), batch["labels"])
+                (loss / labels).backward()
             total = total + loss.detach()
         return total
 
@@ -176,6 +174,7 @@ class Trainer:
             tokens_seen=self.tokens_seen,
             samples_consumed=self.loader.state().samples_consumed,
             skipped_steps=self.guard.skipped,
+            loss_scale=self.guard.scale.value if self.guard.scale else None,
             batch_sha256=self.batch_hash(batches) if self.config.metrics.log_batch_hash else None,
         )
         self.metrics.log_step(done)

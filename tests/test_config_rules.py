@@ -187,11 +187,6 @@ REFUSED = {
         "the optimizer step inside the",
     ),
     "training.gc_debug": (["training.gc_debug"], "debugging of the garbage collector is not there yet"),
-    "training.dtype": (["training.dtype=bfloat16"], "training with bfloat16 parameters is not there yet"),
-    "training.mixed_precision_param": (
-        ["training.mixed_precision_param=float16"],
-        "float16 with loss scaling is not",
-    ),
     "parallelism.enable_async_tensor_parallel": (
         ["parallelism.enable_async_tensor_parallel"],
         "asynchronous tensor parallelism is not there yet",
@@ -277,17 +272,17 @@ def test_each_converter_is_refused_by_its_own_name(tmp_path: Path) -> None:
 def test_keys_that_must_agree(tmp_path: Path) -> None:
     assert faults(tmp_path, "profiling.enable_profiling", "profiling.profile_freq=3") == (
         "profiling.profile_freq = 3: must be at least profiler_warmup + profiler_active (4)",
+    )
+    assert faults(tmp_path, "lr_scheduler.total_steps=9", "training.steps=10") == (
+        "lr_scheduler.total_steps = 9: must be at least training.steps (10); raise it or leave it out",
+    )
+    assert faults(tmp_path, "lr_scheduler.total_steps=10", "training.steps=10") == ()
     budget, compiled = "activation_checkpoint.mode=memory_budget", "compile.enable"
     rule = 'activation_checkpoint.mode = "memory_budget": only compiled blocks keep to a memory budget'
     for uncompiled in ([], [compiled, "compile.components=loss"]):
         (fault,) = faults(tmp_path, budget, *uncompiled)
         assert fault.startswith(rule)
     assert faults(tmp_path, budget, compiled) == ()
-    )
-    assert faults(tmp_path, "lr_scheduler.total_steps=9", "training.steps=10") == (
-        "lr_scheduler.total_steps = 9: must be at least training.steps (10); raise it or leave it out",
-    )
-    assert faults(tmp_path, "lr_scheduler.total_steps=10", "training.steps=10") == ()
 
 
 def test_switches_and_refusals_name_real_keys() -> None:

@@ -68,6 +68,7 @@ FEATURES = (
         lambda c: "Muon" in (c.optimizer.name, *(group.name for group in c.optimizer.param_groups)),
     ),
     Feature(("validation.",), ("validation.enable",), lambda c: c.validation.enable),
+    Feature(("training.loss_scale_",), (), lambda c: c.training.mixed_precision_param == "float16"),
     Feature(("debug.max_skipped_in_a_row",), (), lambda c: c.debug.nan_policy == "skip"),
     Feature(("debug.loss_spike_window",), (), lambda c: c.debug.loss_spike_factor is not None),
     Feature(
@@ -127,18 +128,6 @@ REFUSALS = (
     ),
     _not_yet("optimizer.early_step_in_backward", "the optimizer step inside the backward pass", False),
     _not_yet("training.gc_debug", "debugging of the garbage collector", False),
-    Refusal(
-        "training.dtype",
-        lambda c: c.training.dtype == "bfloat16",
-        "training with bfloat16 parameters is not there yet",
-        'use "float32" and training.mixed_precision_param = "bfloat16"',
-    ),
-    Refusal(
-        "training.mixed_precision_param",
-        lambda c: c.training.mixed_precision_param == "float16",
-        "float16 with loss scaling is not there yet",
-        'use "auto", "bfloat16" or "float32"',
-    ),
     _not_yet("parallelism.enable_async_tensor_parallel", "asynchronous tensor parallelism", False),
     _not_yet("parallelism.pipeline_parallel_degree", "pipeline parallelism", 1),
     _not_yet("parallelism.context_parallel_degree", "context parallelism", 1),
@@ -259,6 +248,14 @@ def relation_faults(config: Config) -> list[str]:
         rule = "only compiled blocks keep to a memory budget"
         way_out = 'set compile.enable with "model" among compile.components, or use "selective"'
         faults.append(config.fault("activation_checkpoint.mode", rule, way_out))
+    dtype, state = config.training.dtype, config.optimizer.state_dtype
+    if config.training.mixed_precision_param == "float16" and dtype != "float32":
+        rule = f'needs training.dtype = "float32", not "{dtype}"'
+        faults.append(config.fault("training.mixed_precision_param", rule))
+    if state is not None and state != dtype and dtype != "bfloat16":
+        rule = f'must be unset or "float32" with training.dtype = "{dtype}"'
+        rule = rule if dtype == "float32" else f'must be unset with training.dtype = "{dtype}"'
+        faults.append(config.fault("optimizer.state_dtype", rule))
     total_steps = config.lr_scheduler.total_steps
     if total_steps is not None and total_steps < config.training.steps:
         rule = f"must be at least training.steps ({config.training.steps})"

@@ -147,6 +147,8 @@ class Optimizer(Section):
     """Decoupled for AdamW, part of the gradient for Adam."""
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
     """How the update is computed; the numbers are the same up to rounding."""
+    state_dtype: Literal["bfloat16", "float32"] | None = None
+    """Own key. Type of the moments; unset: that of the parameters; "float32" also for bfloat16 parameters."""
     early_step_in_backward: bool = False
     """Update each parameter inside the backward pass; only false so far."""
     no_decay: Strings = ()
@@ -211,10 +213,15 @@ class Training(Section):
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and moments in CPU memory; the optimizer steps there."""
     dtype: Literal["bfloat16", "float32", "float64"] = "float32"
-    """Type of the parameters and moments. "float64" is our own, for tests; "bfloat16" is still to come."""
+    """Type of the parameters and moments. "bfloat16" loses updates below 1/256 of a parameter. "float64" is
+    our own, for tests."""
     mixed_precision_param: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Type of the computation. "auto" (own, the default; TorchTitan: bfloat16): bfloat16 where the device
-    computes it natively, else float32. "float16" is still to come."""
+    computes it natively, else float32. "float16" (own) scales the loss, needs `dtype = "float32"`."""
+    loss_scale_init: Annotated[float, Range(low=1)] = 65536.0
+    """Own key. float16: factor on the loss at the start; halved where a gradient overflows."""
+    loss_scale_growth_interval: Positive = 2000
+    """Own key. float16: steps without an overflow after which the factor is doubled."""
     mixed_precision_reduce: Literal["float32"] = "float32"
     """Type in which gradients are summed over ranks."""
     gc_freq: Positive = 50

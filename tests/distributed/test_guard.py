@@ -49,6 +49,7 @@ def train_with_plan(rank: int, world: int, folder: Path, cache: Path, keys: Keys
         "said": said.getvalue(),
         "parameters": [p.numpy().copy() for p in own],
         "lines": lines(folder),
+        "guard": trainer.guard.state(),
         "saved": trainer.checkpointer.steps(),
     }
 
@@ -109,6 +110,32 @@ def test_skipping_is_bounded_over_a_restart(tmp_path, token_cache):
         "command line: debug.max_skipped_in_a_row = 2: step 4 is one more in a row without an update: "
         "the loss is nan on rank 0; "
     )
+
+
+FLOAT16 = {
+    "training.mixed_precision_param": "float16",
+    "training.loss_scale_init": "1024",
+    "training.loss_scale_growth_interval": "2",
+}
+
+
+def test_an_overflow_in_float16_is_left_out_by_all_ranks_and_survives_a_restart(tmp_path, token_cache):
+    keys = DP2 | FLOAT16
+    straight = train(2, tmp_path / "straight", token_cache, keys, {2: "gradient"})
+    assert [line["loss_scale"] for line in straight[0]["lines"]] == [1024, 512, 512, 1024, 1024]
+    assert [line["skipped_steps"] for line in straight[0]["lines"]] == [0, 1, 1, 1, 1]
+    three = keys | {"training.steps": "3", "lr_scheduler.total_steps": "5"}
+    train(2, tmp_path / "legs", token_cache, three, {2: "gradient"})
+    legs = train(2, tmp_path / "legs", token_cache, keys, {})
+    for here, there in zip(legs, straight, strict=True):
+        assert here["guard"] == there["guard"] == straight[0]["guard"]
+        assert not here["error"] and same(here, there)
+
+
+def test_a_loss_that_overflows_in_float16_is_no_matter_of_the_scale(tmp_path, token_cache):
+    ranks = train(1, tmp_path, token_cache, FLOAT16, {2: "loss"})
+    assert 'debug.nan_policy = "raise": step 2: the loss is nan on rank 0' in ranks[0]["error"]
+    assert ranks[0]["guard"]["loss_scale"]["value"] == 1024
 
 
 def judged(rank: int, world: int, losses: list[tuple[float, float]], restart_at: int) -> list[bool]:
