@@ -30,6 +30,7 @@ from minititan.distributed import (
     init_distributed,
     rank_from_env,
     report_and_exit,
+    seed_step,
     set_determinism,
     set_timeout,
     shutdown,
@@ -103,6 +104,8 @@ class Trainer:
         dist.all_reduce(labels, group=group)
         labels = labels.clamp(min=1)  # a step without any label has loss 0 and no gradient
 
+        step = self.steps_done + 1
+        seed_step(self.config.debug.seed or 0, step, self.meshes.dp_rank)
         loss = self.forward_backward(micro_batches, labels)
         parameters = list(self.parameters.values())
         finish_gradients(parameters)
@@ -110,7 +113,6 @@ class Trainer:
             unscale_gradients(parameters, scale.value)
         norm = gradient_norm(parameters)
         factor = self.lr_factor(self.steps_done)
-        step = self.steps_done + 1
         if self.guard.allows(step, loss, labels, norm, self.parameters, group):
             clip_gradients(parameters, norm, self.config.training.max_norm)
             set_lr_factor(self.optimizer, factor)
