@@ -307,8 +307,8 @@ class Debug(Section):
     """Seeds, determinism, and what to do about broken numbers."""
 
     seed: Annotated[int | None, Range(low=0, high=INT64_MAX)] = 0
-    """Seed of weights, data order, and what a model draws: by step and data-parallel rank. (TorchTitan: none.)
-    """
+    """Seed of weights, data order, and (with step and data-parallel rank) what a model draws. (TorchTitan:
+    none.)"""
     deterministic: bool = False
     """Only deterministic algorithms; an operation that has none is an error."""
     deterministic_warn_only: bool = False
