@@ -1,5 +1,6 @@
 """The parts of a run, made from its config: model, optimizer, tokens and loaders, logs."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from torch import nn
 
 from minititan import data
 from minititan.config import Config
-from minititan.distributed import Distributed, computes_bfloat16
+from minititan.distributed import Distributed, computes_bfloat16, rank_from_env
 from minititan.guard import Guard
 from minititan.init import init_parameters, materialize
 from minititan.loss import VocabularyShard, install_loss
@@ -88,9 +89,7 @@ def optimizer_of(
 
 
 def tokens_of(run: Run, name: str) -> data.Tokens:
-    """Return the tokens of the config's section `name`, `training` or `validation`, prepared first if need
-    be.
-    """
+    """Return the tokens of section `name`, `training` or `validation`, prepared first where need be."""
     config = run.config
     section = getattr(config, name)
     return data.open_tokens(
@@ -101,8 +100,18 @@ def tokens_of(run: Run, name: str) -> data.Tokens:
         **config.data.model_dump(),
         section=name,
         fault=config.fault,
-        say=lambda line: print(line, flush=True),
+        say=_say,
+        say_waiting=_say if rank_from_env() == 0 else _say_nothing,
     )
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")  # one write, so that lines of several ranks are not mixed
+    sys.stdout.flush()
+
+
+def _say_nothing(line: str) -> None:
+    pass
 
 
 def train_loader_of(run: Run, tokens: data.Tokens, meshes: Meshes) -> data.TrainLoader:

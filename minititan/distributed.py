@@ -12,7 +12,8 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -28,6 +29,8 @@ from minititan.config import ConfigError
 USER_ERROR_EXIT_CODE = 2
 # How long other ranks leave the word to rank 0, whose exit makes the launcher end them.
 FAULT_WAIT_SECONDS = 60.0
+# How long another rank holds back an error that rank 0's end may have caused.
+ECHO_WAIT_SECONDS = 5.0
 GIB = 1024**3
 
 
@@ -243,6 +246,26 @@ def _resident_bytes() -> tuple[int, int]:
     return resident, max(resident, peak)  # the kernel's peak lags a little
 
 
+@contextmanager
+def first_error_speaks() -> Iterator[None]:
+    """Holds a RuntimeError of another rank than 0 back a little, since most are echoes.
+
+    When rank 0 ends with an error, the others lose their connections to it, and would add tracebacks of that;
+    torchrun ends them before they do.
+    """
+    try:
+        yield
+    except RuntimeError:
+        if rank_from_env() != 0 and "TORCHELASTIC_RUN_ID" in os.environ:
+            _wait_to_be_ended(ECHO_WAIT_SECONDS)
+        raise
+
+
+def _wait_to_be_ended(seconds: float) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(seconds)
+
+
 def report_and_exit(error: ConfigError) -> NoReturn:
     """Prints one line a fault, once in the whole run, and exits 2.
 
@@ -251,7 +274,6 @@ def report_and_exit(error: ConfigError) -> NoReturn:
     all.
     """
     if rank_from_env() != 0:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(FAULT_WAIT_SECONDS)
+        _wait_to_be_ended(FAULT_WAIT_SECONDS)
     print(error, file=sys.stderr, flush=True)
     sys.exit(USER_ERROR_EXIT_CODE)

@@ -37,8 +37,8 @@ def unscale_gradients(parameters: Sequence[nn.Parameter], scale: float) -> None:
 @torch.no_grad()
 def clip_gradients(parameters: Sequence[nn.Parameter], norm: Tensor, max_norm: float) -> None:
     """Scale all gradients, whose global norm is `norm`, so that it is at most `max_norm` (0: leave them)."""
-    if max_norm > 0:
-        grads = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    grads = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if max_norm > 0 and grads:
         _foreach_mul_(grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
 
 

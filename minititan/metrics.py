@@ -57,11 +57,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Rates:
-    """Speeds since the last log. TFLOP/s and MFU are per device; `mfu_percent` None: the peak is unknown."""
+    """Speeds since the last log. TFLOP/s and MFU are per device, None where the model or the device says
+    nothing of them.
+    """
 
     tokens_per_second: float
     tokens_per_second_per_device: float
-    tflops: float
+    tflops: float | None
     mfu_percent: float | None
     seconds_per_step: float
     data_loading_seconds: float
@@ -85,19 +87,19 @@ class Clock:
         tokens_seen: int,
         *,
         world_size: int,
-        flops_per_token: float,
+        flops_per_token: float | None,
         peak_tflops: float | None,
     ) -> Rates:
         """The rates from the clock's start to now, the end of `step`."""
         seconds = max(time.perf_counter() - self.started - self.paused_seconds, 1e-9)
         steps = max(step - self.step, 1)
         tokens_per_second = (tokens_seen - self.tokens_seen) / seconds
-        tflops = flops_per_token * tokens_per_second / world_size / 1e12
+        tflops = None if flops_per_token is None else flops_per_token * tokens_per_second / world_size / 1e12
         return Rates(
             tokens_per_second=tokens_per_second,
             tokens_per_second_per_device=tokens_per_second / world_size,
             tflops=tflops,
-            mfu_percent=None if peak_tflops is None else 100 * tflops / peak_tflops,
+            mfu_percent=None if peak_tflops is None or tflops is None else 100 * tflops / peak_tflops,
             seconds_per_step=seconds / steps,
             data_loading_seconds=self.data_seconds / steps,
             data_loading_percent=100 * self.data_seconds / seconds,
@@ -116,7 +118,8 @@ class MetricsLogger:
     """Logs on rank 0 (TensorBoard on every rank with `save_for_all_ranks`); elsewhere its calls do nothing.
 
     Every rank makes one. A `start_step` of 0 is a fresh start, which moves an earlier run's logs aside.
-    `start_tokens` is the run's `tokens_seen` at the start; `flops_per_token` counts forward and backward.
+    `start_tokens` is the run's `tokens_seen` at the start; `flops_per_token` counts forward and backward
+    (None: unknown).
     """
 
     def __init__(
@@ -130,7 +133,7 @@ class MetricsLogger:
         start_tokens: int,
         total_steps: int,
         log_freq: int,
-        flops_per_token: float,
+        flops_per_token: float | None,
         peak_tflops: float | None = None,
         enable_tensorboard: bool = False,
         save_tb_folder: str = "tb",
@@ -239,7 +242,7 @@ class MetricsLogger:
             "grad_norm": f"{done.grad_norm:.4f}",
             "lr": f"{done.lr:.2e}",
             "tokens/s/device": f"{rates.tokens_per_second_per_device:,.0f}",
-            "TFLOP/s": f"{rates.tflops:.3g}",
+            "TFLOP/s": "n/a" if rates.tflops is None else f"{rates.tflops:.3g}",
             "MFU": "n/a" if rates.mfu_percent is None else f"{rates.mfu_percent:.1f}%",
             "memory": f"{memory.max_reserved_gib:.2f}GiB({memory.max_reserved_percent:.1f}%)",
             "left": self._time_left(done.step),
@@ -268,13 +271,12 @@ class MetricsLogger:
 
 
 def step_scalars(done: Step, rates: Rates, memory: DeviceMemory) -> dict[str, float]:
-    """A step under TorchTitan's metric names; `mfu(%)` only where the peak is known."""
+    """A step under TorchTitan's metric names; `tflops` and `mfu(%)` only where they are known."""
     scalars = {
         "loss_metrics/global_avg_loss": done.loss,
         "loss_metrics/global_max_loss": done.max_loss,
         "grad_norm": done.grad_norm,
         "throughput(tps)": rates.tokens_per_second_per_device,
-        "tflops": rates.tflops,
         "time_metrics/end_to_end(s)": rates.seconds_per_step,
         "time_metrics/data_loading(s)": rates.data_loading_seconds,
         "time_metrics/data_loading(%)": rates.data_loading_percent,
@@ -285,6 +287,8 @@ def step_scalars(done: Step, rates: Rates, memory: DeviceMemory) -> dict[str, fl
     }
     if done.loss_scale is not None:
         scalars["loss_scale"] = done.loss_scale
+    if rates.tflops is not None:
+        scalars["tflops"] = rates.tflops
     if rates.mfu_percent is not None:
         scalars["mfu(%)"] = rates.mfu_percent
     return scalars

@@ -267,22 +267,6 @@ def lr_phases(*, total_steps: int, warmup_steps: int, decay_ratio: float | None)
     return LRPhases(warmup, total_steps + 1 - warmup - decay, decay)
 
 
-def lr_clamps(*, total_steps: int, warmup_steps: int, decay_ratio: float | None) -> dict[str, str]:
-    """What `lr_phases` clamps, as config key -> one line; the caller shows those that the user set."""
-    phases = lr_phases(total_steps=total_steps, warmup_steps=warmup_steps, decay_ratio=decay_ratio)
-    clamps: dict[str, str] = {}
-    if phases.warmup != warmup_steps:
-        clamps["lr_scheduler.warmup_steps"] = (
-            f"lr_scheduler.warmup_steps = {warmup_steps}: longer than the run; {phases.warmup} are used"
-        )
-    if decay_ratio is not None and phases.decay != round(total_steps * decay_ratio):
-        clamps["lr_scheduler.decay_ratio"] = (
-            f"lr_scheduler.decay_ratio = {decay_ratio}: warm-up and decay are longer than the run; "
-            f"the rate decays over {phases.decay} steps"
-        )
-    return clamps
-
-
 def lr_at(
     step: int,
     *,

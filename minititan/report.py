@@ -4,6 +4,7 @@ import torch
 
 from minititan.build import compute_dtype
 from minititan.run import Run
+from minititan.sinks import explained
 
 
 def opening_lines(run: Run, device: torch.device, parameters: int, steps_done: int) -> str:
@@ -43,3 +44,15 @@ def closing_lines(run: Run, seconds: float | None) -> str:
             f"--training.steps {steps + steps // 2}"
         )
     return "\n".join(lines)
+
+
+def write_config(run: Run) -> None:
+    """Print and save the resolved TOML where the config asks for it."""
+    job = run.config.job
+    if job.print_config:
+        print(run.config.to_toml(), flush=True)
+    if job.save_config_file:
+        path = run.folder / job.save_config_file
+        with explained(path, "the config"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(run.config.to_toml(), encoding="utf-8")

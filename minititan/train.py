@@ -8,6 +8,7 @@ import dataclasses
 import gc
 import hashlib
 import json
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ from minititan.config.command_line import USAGE, asks_for_help
 from minititan.data import DataState
 from minititan.distributed import (
     Distributed,
+    first_error_speaks,
     init_distributed,
     rank_from_env,
     report_and_exit,
@@ -41,9 +43,8 @@ from minititan.loss import IGNORED
 from minititan.metrics import MetricsLogger, Step
 from minititan.optimizer import lr_at, optimizer_tensors, set_lr_factor
 from minititan.parallelisms import build_meshes
-from minititan.report import closing_lines, opening_lines
+from minititan.report import closing_lines, opening_lines, write_config
 from minititan.run import Run, check
-from minititan.sinks import explained
 from minititan.validate import run_validation
 
 Batch = dict[str, Tensor]
@@ -128,14 +129,18 @@ class Trainer:
         """Add up the gradients of this rank's part of the batch; return the sum of its token losses.
 
         `labels` is the number of labels in the whole step: gradients are summed over micro-batches and ranks,
-        not averaged. Ranks exchange gradients once, after the last micro-batch.
+        not averaged. Ranks exchange gradients once, after the last micro-batch; where parameters are never
+        resharded inside a step, they are gathered once as well.
         """
         model, total = self.model, torch.zeros((), device=self.device)
         has_fsdp = isinstance(model, FSDPModule)
+        keep_gathered = self.config.parallelism.fsdp_reshard_after_forward == "never"
         for index, batch in enumerate(micro_batches):
             inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+            last = index == len(micro_batches) - 1
             if has_fsdp:
-                model.set_requires_gradient_sync(index == len(micro_batches) - 1)
+                model.set_requires_gradient_sync(last)
+                model.set_reshard_after_backward(last or not keep_gathered)
             if scale := self.guard.scale:
                 loss = model.lm_head(model(**inputs), batch["labels"], scale.value / labels)
                 loss.backward()
@@ -352,9 +357,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = None
     try:
         config = load(words)
-        train(config)
+        with first_error_speaks():
+            train(config)
     except ConfigError as error:
         report_and_exit(error if config is None else config.located(error))
+    except KeyboardInterrupt:
+        if rank_from_env() == 0:
+            print("Interrupted", file=sys.stderr, flush=True)
+        return 128 + signal.SIGINT
     return 0
 
 
@@ -372,22 +382,12 @@ def train(config: Config) -> None:
         trace_prefix=run.folder / comm.save_traces_folder / comm.save_traces_file_prefix,
     )
     trainer = Trainer.build(run, place)
-    write_config(run, place)
+    if place.rank == 0:
+        write_config(run)
     parameters = sum(parameter.numel() for parameter in trainer.parameters.values())
     trainer.say(opening_lines(run, place.device, parameters, trainer.steps_done))
     trainer.run()
     shutdown(place)
-
-
-def write_config(run: Run, place: Distributed) -> None:
-    """Print and save the resolved TOML where the config asks for it."""
-    if place.rank == 0 and run.config.job.print_config:
-        print(run.config.to_toml(), flush=True)
-    if place.rank == 0 and run.config.job.save_config_file:
-        path = run.folder / run.config.job.save_config_file
-        with explained(path, "the config"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(run.config.to_toml(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from minititan.config import ConfigError
-from minititan.optimizer import build_optimizer, lr_at, lr_clamps, lr_phases, optimizer_tensors, set_lr_factor
+from minititan.optimizer import build_optimizer, lr_at, lr_phases, optimizer_tensors, set_lr_factor
 
 SETTINGS = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
@@ -172,14 +172,6 @@ def test_schedule_is_the_table(decay_type, minimum):
 def test_without_a_decay_ratio_everything_after_warm_up_decays():
     factors = [lr_at(step, total_steps=4, warmup_steps=1) for step in range(6)]
     assert factors == pytest.approx([1, 1, 2 / 3, 1 / 3, 0, 0])
-
-
-def test_clamping_is_told():
-    assert lr_clamps(total_steps=20, warmup_steps=5, decay_ratio=0.5) == {}
-    told = lr_clamps(total_steps=20, warmup_steps=200, decay_ratio=None)
-    assert list(told) == ["lr_scheduler.warmup_steps"] and "20 are used" in told["lr_scheduler.warmup_steps"]
-    told = lr_clamps(total_steps=20, warmup_steps=15, decay_ratio=0.5)
-    assert list(told) == ["lr_scheduler.decay_ratio"] and "5 steps" in told["lr_scheduler.decay_ratio"]
 
 
 @given(

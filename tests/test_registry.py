@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import re
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from minititan import registry
 from minititan.config import Config, ConfigError, load
 from minititan.models.decoder import Decoder, DecoderArgs
 from minititan.models.rotary import RopeScaling
+from minititan.parallelisms.tensor_parallel import STYLES
 from minititan.run import check
 from tests.distributed.harness import run_ranks
 
@@ -260,7 +262,7 @@ OVERRIDES = {
     "model.name": "scaled_gpt",
     "model.flavor": "tiny",
     "training.dtype": "float64",
-    "training.steps": 4,
+    "training.steps": 3,
     "training.seq_len": 32,
     "training.local_batch_size": 2,
     "training.global_batch_size": 4,
@@ -269,15 +271,15 @@ OVERRIDES = {
     "metrics.log_freq": 1,
     "metrics.log_batch_hash": True,
 }
-CHECKPOINTING = {
+KINDS = {
     "none": {"activation_checkpoint.mode": "none"},
     "full": {"activation_checkpoint.mode": "full"},
     "op": {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"},
-}
-PLAIN = {
-    "parallelism.disable_sequence_parallel": True,
-    "parallelism.disable_embedding_parallel": True,
-    "activation_checkpoint.mode": "none",
+    "plain": {  # tensor parallelism alone
+        "activation_checkpoint.mode": "none",
+        "parallelism.disable_sequence_parallel": True,
+        "parallelism.disable_embedding_parallel": True,
+    },
 }
 
 
@@ -316,27 +318,25 @@ CUSTOM = {"experimental.custom_import": "scaled_gpt"}
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("example") / "alone"
-    runs = {name: CUSTOM | keys for name, keys in CHECKPOINTING.items()}
+    runs = {name: CUSTOM | KINDS[name] for name in ("none", "full", "op")}
     logged = train(folder, 1, runs, [str(EXAMPLES)])
     assert logged["full"] == logged["op"] == logged["none"]
     losses = [loss for loss, _, _ in logged["none"]]
-    assert len(losses) == 4 and losses[-1] < losses[0]  # it learns
+    assert len(losses) == 3 and losses[-1] < losses[0]  # it learns
     return logged["none"]
 
 
 @pytest.mark.parametrize(
-    "keys",
+    "keys, kinds",
     [
-        {"tensor_parallel": 2},
-        {"data_parallel_shard": 2},
-        {"data_parallel_shard": 2, "tensor_parallel": 2},
+        ({"data_parallel_shard": 2}, ("none", "op")),
+        ({"tensor_parallel": 2}, ("full", "plain")),
+        ({"data_parallel_shard": 2, "tensor_parallel": 2}, ("none", "op", "plain")),
     ],
-    ids=["tp2", "dp2", "dp2-tp2"],
+    ids=["dp2", "tp2", "dp2-tp2"],
 )
-def test_a_model_of_ones_own_on_every_layout(keys, alone, tmp_path):
-    runs = {name: CUSTOM | more for name, more in CHECKPOINTING.items()}
-    if "tensor_parallel" in keys:
-        runs["plain"] = CUSTOM | PLAIN
+def test_a_model_of_ones_own_on_every_layout(keys, kinds, alone, tmp_path):
+    runs = {name: CUSTOM | KINDS[name] for name in kinds}
     ranks = keys.get("tensor_parallel", 1) * keys.get("data_parallel_shard", 1)
     logged = train(tmp_path / "run", ranks, runs, [str(EXAMPLES)], **keys)
     for name, steps in logged.items():
@@ -353,5 +353,13 @@ def test_a_model_from_an_entry_point(alone, tmp_path):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: somebodys-models\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[minititan.models]\nscaled_gpt = somebodys_model\n")
     (site / "somebodys_model.py").write_text((EXAMPLES / "scaled_gpt.py").read_text())
-    logged = train(tmp_path / "run", 1, {"none": CHECKPOINTING["none"]}, [str(site)])
+    logged = train(tmp_path / "run", 1, {"none": KINDS["none"]}, [str(site)])
     assert logged["none"] == alone
+
+
+def test_the_page_has_the_example_as_it_is():
+    page = (EXAMPLES.parent / "models.md").read_text()
+    assert f"```python\n{(EXAMPLES / 'scaled_gpt.py').read_text()}```" in page
+    assert set(STYLES) == set(
+        re.findall(r"^\| `(\w+)` \|.*\|.*\|$", page.partition("| style |")[2], re.MULTILINE)
+    )

@@ -1,7 +1,7 @@
 """A model of one's own: a GPT with learned positions, normalised queries and keys, and learned scales of the
 residual branches.
 
-    minititan train --job.config_file train_configs/debug.toml \
+    PYTHONPATH=docs/examples minititan train --job.config_file train_configs/debug.toml \
         --experimental.custom_import scaled_gpt --model.name scaled_gpt --model.flavor small
 """
 

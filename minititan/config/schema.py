@@ -374,7 +374,7 @@ class Config(Section):
     def where(self, key: str) -> str:
         """Where the value of a dotted key comes from: the TOML file's name, "command line" or "default"."""
         parts = (where for name, where in self._origins.items() if name.startswith(f"{key}."))
-        return self._origins.get(key) or next(parts, "default")
+        return self._origins.get(key) or " and ".join(dict.fromkeys(parts)) or "default"
 
     def fault(self, key: str, rule: str, way_out: str = "") -> str:
         """The line that tells the user what is wrong with the value of `key`."""

@@ -69,11 +69,13 @@ def open_tokens(
     section: str = "training",
     fault: Fault = plain_fault,
     say: Say = print,
+    say_waiting: Say | None = None,
 ) -> Tokens:
     """The tokens of a source, prepared first if the cache does not have them.
 
     Any number of processes may call it at once, no process group is used: one prepares, the others wait and
-    get the same tokens or the same ConfigError. `section` is the config's section that names the source.
+    get the same tokens or the same ConfigError. `say` gets the lines of the one, `say_waiting` (unset: `say`)
+    of the others. `section` is the config's section that names the source.
     """
     for add, kind, token in ((add_bos, "bos", tokenizer.bos_id), (add_eos, "eos", tokenizer.eos_id)):
         if add and token is None:
@@ -84,7 +86,7 @@ def open_tokens(
     source = resolve_source(dataset, dataset_path, split, section=section, fault=fault)
     job = _Job(_cache_folder(cache_folder, fault), source, tokenizer, text_key, add_bos, add_eos)
     with _cache_faults(job.cache, fault):
-        return _find(job, job.source_key()) or _wait_or_prepare(job, fault, say)
+        return _find(job, job.source_key()) or _wait_or_prepare(job, fault, say, say_waiting or say)
 
 
 @contextmanager
@@ -118,14 +120,14 @@ def _find(job: _Job, source_key: str) -> Tokens | None:
         return None
 
 
-def _wait_or_prepare(job: _Job, fault: Fault, say: Say) -> Tokens:
+def _wait_or_prepare(job: _Job, fault: Fault, say: Say, say_waiting: Say) -> Tokens:
     source_key = job.source_key()
     (job.cache / "sources").mkdir(parents=True, exist_ok=True)
     place = job.cache / "sources" / source_key
     marker = place.with_suffix(".fault")
     known_fault = _read_marker(marker)
     waiting = f"waiting for the process that prepares {job.source.label}"
-    with _locked(place.with_suffix(".lock"), lambda: say(waiting)):
+    with _locked(place.with_suffix(".lock"), lambda: say_waiting(waiting)):
         tokens = _find(job, source_key)
         if tokens is not None:
             return tokens

@@ -26,7 +26,7 @@ def _published(
 
 
 FLAVORS = {
-    "debugmodel": DecoderArgs(192, 4, 8, 4, intermediate_size=512),
+    "debugmodel": DecoderArgs(128, 4, 8, 4, intermediate_size=384),
     "10M": DecoderArgs(256, 8, 8, 4, intermediate_size=832),
     "40M": DecoderArgs(512, 10, 8, 4, intermediate_size=1664),
     "1B": _published(2048, 16, 32, 8192, rope_factor=32.0, tied=True),

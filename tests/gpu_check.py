@@ -1,0 +1,106 @@
+"""What only a GPU can show, in one command for a machine that has one: `python tests/gpu_check.py`.
+
+Each case trains 10 steps on the machine's GPUs and compares every loss with the same steps on one CPU
+process; one case stops and resumes. Prints a line a case and ends with 1 if one failed. `--on-cpu` runs the
+same cases without a GPU, to try the script itself.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+BASE = {
+    "training.steps": "10",
+    "training.seq_len": "256",
+    "training.local_batch_size": "4",
+    "training.global_batch_size": "32",
+    "training.mixed_precision_param": "float32",
+    "model.args.num_hidden_layers": "2",
+    "activation_checkpoint.mode": "none",
+    "lr_scheduler.warmup_steps": "2",
+    "metrics.log_freq": "1",
+}
+COMPILE = {"compile.enable": "true"}
+BFLOAT16 = {"training.mixed_precision_param": "bfloat16"}
+RECOMPUTE = {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"}
+# name -> overrides, largest relative difference of a loss from the CPU's. TF32 is off by default; bfloat16
+# rounds each product to 8 bits.
+CASES = {
+    "float32": ({}, 1e-4),
+    "float32, foreach optimizer": ({"optimizer.implementation": "foreach"}, 1e-4),
+    "float32, compiled": (COMPILE, 1e-4),
+    "float32, recomputed by operator": (RECOMPUTE, 1e-4),
+    "bfloat16": (BFLOAT16, 2e-2),
+    "bfloat16, compiled, recomputed by operator": (BFLOAT16 | COMPILE | RECOMPUTE, 2e-2),
+    "workers and pinned memory": (
+        {"training.dataloader.num_workers": "2", "training.dataloader.pin_memory": "true"},
+        1e-4,
+    ),
+    "deterministic": ({"debug.deterministic": "true"}, 1e-4),
+    "profiled": ({"profiling.enable_profiling": "true", "profiling.profile_freq": "5"}, 1e-4),
+}
+ON_GPU_ONLY = {
+    "memory snapshot": ({"profiling.enable_memory_snapshot": "true", "profiling.profile_freq": "5"}, 1e-4),
+}
+
+
+def losses(folder: Path, overrides: dict[str, str], processes: int, on_cpu: bool) -> list[float]:
+    """The losses of the run in `folder`, which goes on if it holds a checkpoint."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = folder / "run.toml"
+    config.touch()
+    words = [f"--{key}={value}" for key, value in (BASE | overrides).items()]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command += ["-m", "minititan.train", f"--job.config_file={config}", f"--job.dump_folder={folder / 'out'}"]
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
+    done = subprocess.run([*command, *words], env=os.environ | hidden, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stdout[-2000:] + done.stderr[-4000:])
+    lines = map(json.loads, (folder / "out" / "metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def resumed(folder: Path, processes: int, on_cpu: bool) -> list[float]:
+    """The losses of a run that stops after 5 steps and goes on."""
+    saving = {"checkpoint.enable": "true", "lr_scheduler.total_steps": "10"}
+    losses(folder, saving | {"training.steps": "5"}, processes, on_cpu)
+    return losses(folder, saving, processes, on_cpu)
+
+
+def main() -> int:
+    on_cpu = "--on-cpu" in sys.argv
+    processes = 2 if on_cpu else torch.cuda.device_count()
+    if processes == 0:
+        print("no GPU here; --on-cpu tries the script without one")
+        return 1
+    failed = 0
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        reference = losses(root / "reference", {}, 1, on_cpu=True)
+        cases = CASES | ({} if on_cpu else ON_GPU_ONLY) | {"stopped and resumed": ({}, 1e-4)}
+        for index, (title, (overrides, bound)) in enumerate(cases.items()):
+            folder = root / str(index)
+            try:
+                resume = title == "stopped and resumed"
+                found = (
+                    resumed(folder, processes, on_cpu)
+                    if resume
+                    else losses(folder, overrides, processes, on_cpu)
+                )
+                worst = max(abs(a - b) / b for a, b in zip(found, reference, strict=True))
+                verdict = "ok" if worst <= bound else "FAILED"
+                print(f"{verdict:6}  {title}: largest relative difference {worst:.1e}, allowed {bound:.0e}")
+                failed += worst > bound
+            except (RuntimeError, ValueError) as error:
+                print(f"FAILED  {title}: {error}")
+                failed += 1
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
