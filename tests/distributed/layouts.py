@@ -317,7 +317,38 @@ ODD_SIZES = (
 )
 
 
+EXTRAS = (*BUDGETED, *OFFLOADED, *ODD_SIZES, *IN_FLOAT32, *COMPILED_IN_FLOAT32)
+
+
 def every_row() -> tuple[Row, ...]:
     """All that `make parity` runs."""
-    matrix = [row_of(choice) for choice in choices()]
-    return (*matrix, *BUDGETED, *OFFLOADED, *ODD_SIZES, *IN_FLOAT32, *COMPILED_IN_FLOAT32)
+    return (*map(row_of, choices()), *EXTRAS)
+
+
+def quick_rows() -> tuple[Row, ...]:
+    """What `make test` runs: five layouts by each kind of checkpointing, and one row or two of the rest."""
+    crossed = [
+        {"layout": "dp2", "checkpointing": "ac-full", "reshard": "always", "accumulation": "acc2"},
+        {"layout": "dp2", "checkpointing": "ac-op", "reshard": "never", "implementation": "foreach"},
+        {"layout": "ddp2", "checkpointing": "ac-full", "accumulation": "acc4"},
+        {"layout": "ddp2", "checkpointing": "ac-op", "implementation": "for-loop", "tied": "tied"},
+        {"layout": "hsdp2x2", "checkpointing": "ac-full", "reshard": "never", "tied": "tied"},
+        {"layout": "hsdp2x2", "checkpointing": "ac-op", "accumulation": "acc2", "clipping": "no-clip"},
+        {"layout": "tp2", "checkpointing": "ac-full", "accumulation": "acc2", "heads": "mha"},
+        {
+            "layout": "tp2",
+            "checkpointing": "ac-op",
+            "sequence": "no-sp",
+            "embedding": "no-ep",
+            "loss": "no-lp",
+        },
+        {"layout": "dp2-tp2", "checkpointing": "ac-full", "accumulation": "acc2", "tied": "tied"},
+        {"layout": "dp2-tp2", "checkpointing": "ac-op", "sequence": "no-sp", "reshard": "never"},
+    ]
+    names = {
+        *(f"{layout} float32" for layout in ("dp2", "ddp2", "hsdp2x2", "tp2", "dp2-tp2")),
+        *(f"{layout} inductor float32" for layout in ("one", "dp2", "tp2")),
+        *("dp3", "dp2 offload", "one budget-0", "tp2 vocabulary-265", "dp4-tp2 vocabulary-265 tied"),
+        "dp2-tp2 layers-3 ac-2",
+    }
+    return (*map(row_of, crossed), *(row for row in EXTRAS if row.name in names))

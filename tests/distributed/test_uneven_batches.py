@@ -20,7 +20,7 @@ from tests.distributed.harness import run_ranks
 from tests.distributed.layouts import BASE, GLOBAL_BATCH, Overrides, Row, row_of
 from tests.distributed.runs import Part, arguments, assembled, lines, piece, recorded
 
-CONSTANT_LR: Overrides = {"lr_scheduler.warmup_steps": "0", "lr_scheduler.decay_ratio": "0"}
+WARM_UP: Overrides = {"lr_scheduler.warmup_steps": "3", "lr_scheduler.decay_ratio": "0"}
 T = int(BASE["training.seq_len"])
 STEPS = ("uneven", "first half without", "none at all", "a single one", "uneven")
 
@@ -49,7 +49,7 @@ def train_in_rank(rank: int, world: int, row: Row, folder: str, token_cache: str
     from minititan.train import Trainer
 
     part = Part()
-    keys = BASE | CONSTANT_LR | {"data.cache_folder": token_cache} | row.same | row.overrides
+    keys = BASE | WARM_UP | {"data.cache_folder": token_cache} | row.same | row.overrides
     with contextlib.redirect_stdout(io.StringIO()):
         trainer = Trainer.build(
             check(load(arguments(keys, Path(folder))), world), init_distributed(timeout_seconds=60)
@@ -72,7 +72,7 @@ class Plain:
     """The same training in a few lines of PyTorch."""
 
     def __init__(self, row: Row, folder: Path) -> None:
-        run = check(load(arguments(BASE | CONSTANT_LR | row.same, folder)), 1)
+        run = check(load(arguments(BASE | WARM_UP | row.same, folder)), 1)
         model: Any = run.spec.build(run.args).to(torch.float64)
         named = dict(model.named_parameters())
         init_parameters(named, lambda n, t, g: run.spec.init_(n, t, g, run.args), 0)
@@ -95,6 +95,7 @@ class Plain:
             self.losses.append(loss.item())
             max_norm = float(row.same["training.max_norm"]) or math.inf
             self.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
+            optimizer.param_groups[0]["lr"] = 1e-3 * min((step + 1) / 3, 1)
             optimizer.step()
             optimizer.zero_grad()
         self.parameters = {name: p.detach().numpy() for name, p in named.items()}
