@@ -8,16 +8,20 @@ NPROC ?=
 # Arguments for pytest: make test TESTS="tests/test_metrics.py -x"
 TESTS ?=
 
+# Words of rows for `make parity`: only the rows that have one in their name, and no page is written.
+ROWS ?=
+
 VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train test check format clean
+.PHONY: help train test parity check format clean
 .NOTPARALLEL:
 
 help:
 	@echo "make train   set up $(VENV), then train $(CONFIG) (ARGS=\"--training.steps 4\", NPROC=4, CONFIG=x.toml)"
 	@echo "make test    set up $(VENV), then run the tests (TESTS=\"tests/test_metrics.py -x\")"
+	@echo "make parity  run the whole layout matrix against one process, write docs/parity.md (ROWS=\"tp4 offload\")"
 	@echo "make check   formatting, lint and types"
 	@echo "make format  rewrite the files as make check wants them"
 	@echo "make clean   remove $(VENV), outputs and caches"
@@ -34,6 +38,10 @@ train: $(VENV)/.installed
 test: $(VENV)/.installed-dev
 	@echo "Running the tests"
 	$(BIN)/python -m pytest $(TESTS)
+
+parity: $(VENV)/.installed-dev
+	@echo "Running the layout matrix$(if $(ROWS),: rows with $(ROWS) in their names,) (all of it: half an hour on 2 cores)"
+	$(BIN)/python -m tests.distributed.parity $(ROWS)
 
 check: $(VENV)/.installed-dev
 	@echo "Checking formatting, lint and types"

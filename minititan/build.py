@@ -1,6 +1,7 @@
 """The parts of a run, made from its config: model, optimizer, tokens and loaders, logs."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,16 @@ from torch import nn
 from minititan import data
 from minititan.config import Config
 from minititan.distributed import Distributed, computes_bfloat16, rank_from_env
+from minititan.guard import Guard
 from minititan.init import init_parameters, materialize
 from minititan.loss import VocabularyShard, install_loss
+from minititan.loss_scale import LossScale
 from minititan.metrics import MetricsLogger
-from minititan.optimizer import build_optimizer
+from minititan.optimizer import GroupedOptimizer, build_optimizer
 from minititan.parallelisms import Meshes, parallelize
 from minititan.parallelisms.tensor_parallel import first_row
 from minititan.profiling import Profiler
-from minititan.run import Run
+from minititan.run import Run, rule_settings
 
 
 def model_of(run: Run, meshes: Meshes, device: torch.device) -> Any:
@@ -34,7 +37,7 @@ def model_of(run: Run, meshes: Meshes, device: torch.device) -> Any:
         shard = VocabularyShard(group, rows, first, not config.parallelism.disable_loss_parallel)
     install_loss(model.lm_head, shard, config.compile.backend if compiled else None)
     parallelize(model, run.spec.tensor_parallel_plan, meshes, config, compute_dtype(config, device))
-    materialize(model, device)
+    materialize(model, torch.device("cpu") if config.training.enable_cpu_offload else device)
     init_parameters(
         dict(model.named_parameters()),
         lambda name, tensor, generator: run.spec.init_(name, tensor, generator, run.args),
@@ -53,17 +56,35 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
     return getattr(torch, config.training.dtype)
 
 
-def optimizer_of(config: Config, parameters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
-    section = config.optimizer
+def guard_of(config: Config, say: Callable[[str], None]) -> Guard:
+    debug, training = config.debug, config.training
+    scaled = training.mixed_precision_param == "float16"
+    return Guard(
+        debug.nan_policy,
+        debug.max_skipped_in_a_row,
+        debug.loss_spike_factor,
+        debug.loss_spike_window,
+        config.fault,
+        say,
+        LossScale(training.loss_scale_init, training.loss_scale_growth_interval) if scaled else None,
+    )
+
+
+def optimizer_of(
+    config: Config, parameters: dict[str, nn.Parameter], device: torch.device
+) -> GroupedOptimizer:
+    section, dtype = config.optimizer, compute_dtype(config, device)
     return build_optimizer(
         parameters,
-        name=section.name,
-        lr=section.lr,
+        **rule_settings(config),
         betas=(section.beta1, section.beta2),
         eps=section.eps,
-        weight_decay=section.weight_decay,
         implementation=section.implementation,
-        no_decay=section.no_decay,
+        state_dtype=getattr(torch, section.state_dtype) if section.state_dtype else None,
+        muon_momentum=section.muon_momentum,
+        muon_ns_steps=section.muon_ns_steps,
+        muon_adjust_lr=section.muon_adjust_lr,
+        muon_dtype=torch.bfloat16 if dtype == torch.float16 else dtype,
     )
 
 

@@ -5,6 +5,7 @@ run is a world of one, with a process group all the same, so that one code path 
 GPU runs is listed in `docs/gpu.md`.
 """
 
+import hashlib
 import math
 import os
 import random
@@ -195,6 +196,18 @@ def set_determinism(seed: int, *, deterministic: bool = False, warn_only: bool =
         torch.backends.cudnn.benchmark = False
         torch.backends.cudnn.deterministic = True
         torch.use_deterministic_algorithms(True, warn_only=warn_only)
+
+
+def seed_step(seed: int, step: int, dp_rank: int) -> None:
+    """Seeds torch, numpy and random for what a model draws in a step, whatever was drawn before.
+
+    So a resume on any layout draws what the run without it would have. The ranks of a tensor-parallel group
+    draw the same.
+    """
+    derived = int.from_bytes(hashlib.sha256(f"{seed}:{step}:{dp_rank}".encode()).digest()[:8], "big") >> 1
+    torch.manual_seed(derived)
+    np.random.seed(derived % 2**32)
+    random.seed(derived)
 
 
 def device_memory(device: torch.device) -> DeviceMemory:

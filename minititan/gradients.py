@@ -28,22 +28,26 @@ def finish_gradients(parameters: Sequence[nn.Parameter]) -> None:
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale all gradients so that their global norm is at most `max_norm` (0: leave them); return the norm
-    before.
+def unscale_gradients(parameters: Sequence[nn.Parameter], scale: float) -> None:
+    """Divide all gradients by the loss scale."""
+    grads = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    _foreach_mul_(grads, 1 / scale)
 
-    Every rank must call it, and gets the same value, a tensor on the device.
-    """
-    norm = gradient_norm(parameters)
+
+@torch.no_grad()
+def clip_gradients(parameters: Sequence[nn.Parameter], norm: Tensor, max_norm: float) -> None:
+    """Scale all gradients, whose global norm is `norm`, so that it is at most `max_norm` (0: leave them)."""
     grads = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if max_norm > 0 and grads:
         _foreach_mul_(grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
-    return norm
 
 
 @torch.no_grad()
 def gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Return the 2-norm of all gradients of the model, as if on one process. Every rank must call it."""
+    """Return the 2-norm of all gradients of the model, as if on one process, a tensor on the device.
+
+    Every rank must call it.
+    """
     alike: dict[object, list[Tensor]] = {}  # gradients on the same mesh, sharded over the same of its axes
     for parameter in parameters:
         if parameter.grad is not None:
@@ -61,7 +65,8 @@ def _sharded_axes(grad: Tensor) -> object:
 
 
 def _squared_norm(grads: list[Tensor]) -> Tensor:
-    square = torch.stack(_foreach_norm([_local(grad) for grad in grads])).square().sum()
+    dtype = torch.promote_types(grads[0].dtype, torch.float32)
+    square = torch.stack(_foreach_norm([_local(grad) for grad in grads], 2, dtype=dtype)).square().sum()
     axes = _sharded_axes(grads[0])
     if isinstance(axes, tuple):
         mesh, sharded = axes

@@ -37,7 +37,8 @@ def install_loss(lm_head: Any, shard: VocabularyShard | None, compile_backend: s
     """Make `lm_head(hidden [B, T, D], labels [B, T])` return the sum of the token losses, and
     `lm_head(hidden)` logits.
 
-    Labels of -100 are left out. The sum is in float32 at least and the same on all tp ranks.
+    Labels of -100 are left out. The sum is in float32 at least and the same on all tp ranks. A third argument
+    is a factor on the gradients, not on the sum: float16 needs it before they are rounded for the first time.
     """
     chunk = _chunk_gradients
     if compile_backend is not None:
@@ -51,6 +52,7 @@ def _head(
     chunk: Callable[..., tuple[Tensor, Tensor]],
     hidden: Tensor,
     labels: Tensor | None = None,
+    factor: Tensor | None = None,
 ) -> Tensor:
     if labels is None:
         logits = F.linear(hidden, lm_head.weight)
@@ -59,7 +61,14 @@ def _head(
     columns = lm_head.out_features if shard is None or not shard.parallel else shard.rows
     size = max(1, CHUNK_ELEMENTS // columns)
     return _HeadLoss.apply(  # pyright: ignore[reportReturnType]
-        hidden.flatten(0, 1), lm_head.weight, labels.flatten(), shard, chunk, size, torch.is_grad_enabled()
+        hidden.flatten(0, 1),
+        lm_head.weight,
+        labels.flatten(),
+        factor,
+        shard,
+        chunk,
+        size,
+        torch.is_grad_enabled(),
     )
 
 
@@ -70,6 +79,7 @@ class _HeadLoss(torch.autograd.Function):
         hidden: Tensor,  # [N, D]
         weight: Tensor,  # [V, D], or this rank's rows
         labels: Tensor,  # [N]
+        factor: Tensor | None,
         shard: VocabularyShard | None,
         chunk: Callable[..., tuple[Tensor, Tensor]],
         size: int,  # of a chunk, in tokens
@@ -79,7 +89,7 @@ class _HeadLoss(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if with_gradients else None
         grad_weight = None
         for part in (slice(start, start + size) for start in range(0, len(hidden), size)):
-            loss, grad_logits = chunk(F.linear(hidden[part], weight), labels[part], shard)
+            loss, grad_logits = chunk(F.linear(hidden[part], weight), labels[part], shard, factor)
             total += loss
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[part])
@@ -93,11 +103,15 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * grad, (grad_weight * grad).to(ctx.weight_dtype), None, None, None, None, None
+        return grad_hidden * grad, (grad_weight * grad).to(ctx.weight_dtype), *[None] * 6
 
 
-def _chunk_gradients(logits: Tensor, labels: Tensor, shard: VocabularyShard | None) -> tuple[Tensor, Tensor]:
-    """Return the sum of one chunk's losses and its gradient by `logits` [N, V or this rank's columns]."""
+def _chunk_gradients(
+    logits: Tensor, labels: Tensor, shard: VocabularyShard | None, factor: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the sum of one chunk's losses and its gradient by `logits` [N, V or this rank's columns], times
+    `factor`.
+    """
     columns, dtype, first = logits.shape[1], logits.dtype, 0
     if shard is not None:
         first = shard.first if shard.parallel else 0
@@ -121,6 +135,7 @@ def _chunk_gradients(logits: Tensor, labels: Tensor, shard: VocabularyShard | No
 
     grad = exponentials / total * valid.unsqueeze(-1)
     grad = grad.scatter_add(-1, index, -mine.to(grad.dtype))
+    grad = grad if factor is None else grad * factor
     if shard is not None and not shard.parallel:
         grad = grad[:, shard.first :]
     return loss, grad[:, :columns].to(dtype)

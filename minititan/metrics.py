@@ -50,6 +50,8 @@ class Step:
     lr: float
     tokens_seen: int
     samples_consumed: int
+    skipped_steps: int = 0  # whose update was left out
+    loss_scale: float | None = None  # after the step; None: not in float16
     batch_sha256: str | None = None
 
 
@@ -280,8 +282,11 @@ def step_scalars(done: Step, rates: Rates, memory: DeviceMemory) -> dict[str, fl
         "time_metrics/data_loading(%)": rates.data_loading_percent,
         **memory_scalars(memory),
         "n_tokens_seen": done.tokens_seen,
+        "skipped_steps": done.skipped_steps,
         "lr": done.lr,
     }
+    if done.loss_scale is not None:
+        scalars["loss_scale"] = done.loss_scale
     if rates.tflops is not None:
         scalars["tflops"] = rates.tflops
     if rates.mfu_percent is not None:

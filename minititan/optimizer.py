@@ -1,27 +1,108 @@
-"""Adam and AdamW over named parameters, their state as named tensors, and the schedule as a pure function.
+"""Adam, AdamW and Muon over named parameters, their state as named tensors, and the schedule as a pure
+function.
 
-The state of every trainable parameter exists from the start (step 0, zero moments), so that what is saved and
-what is loaded is always complete. Hyper-parameters are not state: they come from the config at every start.
-The schedule is the warm-up, stable, decay one of TorchTitan 0.2.2.
+Each parameter has a rule (algorithm, peak learning rate, weight decay) by its name. The state of every
+trainable parameter exists from the start (step 0, zero moments), so that what is saved and what is loaded is
+always complete. Hyper-parameters are not state: they come from the config at every start. The schedule is the
+warm-up, stable, decay one of TorchTitan 0.2.2.
 """
 
 import difflib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.adam import adam
 
 from minititan.config import ConfigError
+from minititan.muon import AdjustLR, muon
 
-OptimizerName = Literal["AdamW", "Adam"]
+OptimizerName = Literal["AdamW", "Adam", "Muon"]
 Implementation = Literal["for-loop", "foreach", "fused"]
 DecayType = Literal["linear", "sqrt", "cosine"]
 
-_CLASSES: dict[str, type[torch.optim.Adam]] = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}
+
+@dataclass(frozen=True)
+class ParamGroup:
+    """What differs for parameters whose whole name matches `pattern` (`*`, `?`, `[...]`); None: nothing."""
+
+    pattern: str
+    name: OptimizerName | None = None
+    lr: float | None = None
+    weight_decay: float | None = None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a parameter is updated; `lr` is the peak of the schedule."""
+
+    name: OptimizerName
+    lr: float
+    weight_decay: float
+
+
+def rules_of(
+    named_parameters: Mapping[str, Tensor],
+    *,
+    name: OptimizerName,
+    lr: float,
+    weight_decay: float,
+    no_decay: Sequence[str] = (),
+    param_groups: Sequence[ParamGroup] = (),
+) -> dict[str, Rule]:
+    """The rule of every parameter.
+
+    The first group whose pattern matches counts, and its weight decay wins over `no_decay`. An overall "Muon"
+    is for the matrices of `layers`; the others get AdamW. Raises ConfigError for a pattern that matches no
+    parameter, and where a group asks for Muon for what is no matrix.
+    """
+    undecayed = without_decay(no_decay, list(named_parameters))
+    faults = [
+        f"optimizer.param_groups = {_nearest(group.pattern, named_parameters)}"
+        for group in param_groups
+        if not any(fnmatchcase(key, group.pattern) for key in named_parameters)
+    ]
+    rules: dict[str, Rule] = {}
+    for key, parameter in named_parameters.items():
+        hidden = parameter.ndim == 2 and key.startswith("layers.")
+        overall: OptimizerName = "AdamW" if name == "Muon" and not hidden else name
+        rule = Rule(overall, lr, 0.0 if key in undecayed else weight_decay)
+        group = next((group for group in param_groups if fnmatchcase(key, group.pattern)), None)
+        if group is not None:
+            changes = {"name": group.name, "lr": group.lr, "weight_decay": group.weight_decay}
+            rule = replace(rule, **{field: value for field, value in changes.items() if value is not None})
+            if group.name == "Muon" and parameter.ndim != 2:
+                text = (
+                    f"Muon is for matrices, {key} has the shape {list(parameter.shape)}; narrow the pattern"
+                )
+                faults.append(f'optimizer.param_groups = ["{group.pattern}"]: {text}')
+        rules[key] = rule
+    if faults:
+        raise ConfigError(*faults)
+    return rules
+
+
+class GroupedOptimizer(torch.optim.Optimizer):
+    """Groups of parameters, each with the algorithm of its rule."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update every parameter that has a gradient; every rank must call it, without a closure."""
+        assert closure is None
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            states = [self.state[p] for p in parameters]
+            if group["name"] == "Muon":
+                momenta = [state["momentum_buffer"] for state in states]
+                shared = {key: group[key] for key in ("lr", "weight_decay")}
+                muon(parameters, momenta, **shared, **group["muon"])
+            elif parameters:
+                _adam(parameters, states, group)
 
 
 def build_optimizer(
@@ -34,28 +115,47 @@ def build_optimizer(
     weight_decay: float,
     implementation: Implementation,
     no_decay: Sequence[str] = (),
-) -> torch.optim.Optimizer:
-    """An optimizer of the trainable parameters, its state already there.
+    param_groups: Sequence[ParamGroup] = (),
+    state_dtype: torch.dtype | None = None,
+    muon_momentum: float = 0.95,
+    muon_ns_steps: int = 5,
+    muon_adjust_lr: AdjustLR = "match_rms_adamw",
+    muon_dtype: torch.dtype = torch.bfloat16,
+) -> GroupedOptimizer:
+    """An optimizer of the trainable parameters by their rules (see `rules_of`), its state already there.
 
-    Parameters whose name matches one of the `no_decay` patterns (`*`, `?`, `[...]`, over the whole name)
-    get no weight decay. Raises ConfigError for a pattern that matches no parameter.
+    `implementation` is Adam's. `state_dtype` is that of the moments; None: the parameter's.
     """
-    undecayed = without_decay(no_decay, list(named_parameters))
-    trainable = {key: p for key, p in named_parameters.items() if p.requires_grad}
-    groups = [
-        {"params": [p for key, p in trainable.items() if key not in undecayed], "weight_decay": weight_decay},
-        {"params": [p for key, p in trainable.items() if key in undecayed], "weight_decay": 0.0},
-    ]
-    optimizer = _CLASSES[name](
-        [group for group in groups if group["params"]],
+    rules = rules_of(
+        named_parameters,
+        name=name,
         lr=lr,
-        betas=betas,
-        eps=eps,
-        foreach=implementation == "foreach",
-        fused=implementation == "fused",
+        weight_decay=weight_decay,
+        no_decay=no_decay,
+        param_groups=param_groups,
     )
-    for parameter in trainable.values():
-        optimizer.state[parameter] = _initial_state(parameter, fused=implementation == "fused")
+    trainable = {key: p for key, p in named_parameters.items() if p.requires_grad}
+    groups: dict[Rule, list[nn.Parameter]] = {}
+    for key, parameter in trainable.items():
+        groups.setdefault(rules[key], []).append(parameter)
+    constants = {
+        "betas": betas,
+        "eps": eps,
+        "fused": implementation == "fused",
+        "foreach": implementation == "foreach",
+        "muon": {
+            "momentum": muon_momentum,
+            "steps": muon_ns_steps,
+            "adjust": muon_adjust_lr,
+            "dtype": muon_dtype,
+        },
+    }
+    optimizer = GroupedOptimizer(
+        [{"params": members, "peak_lr": rule.lr, **vars(rule)} for rule, members in groups.items()], constants
+    )
+    for key, parameter in trainable.items():
+        fused = implementation == "fused"
+        optimizer.state[parameter] = _initial_state(parameter, rules[key].name, state_dtype, fused=fused)
     return optimizer
 
 
@@ -66,28 +166,76 @@ def without_decay(patterns: Sequence[str], names: Sequence[str]) -> set[str]:
     for pattern in patterns:
         found = {name for name in names if fnmatchcase(name, pattern)}
         if not found:
-            near = ", ".join(difflib.get_close_matches(pattern, names, n=1, cutoff=0.0))
-            rule = f"must match a parameter's name; nearest: {near}"
-            faults.append(f'optimizer.no_decay = ["{pattern}"]: {rule}')
+            faults.append(f"optimizer.no_decay = {_nearest(pattern, names)}")
         matched |= found
     if faults:
         raise ConfigError(*faults)
     return matched
 
 
-def _initial_state(parameter: nn.Parameter, *, fused: bool) -> dict[str, Tensor]:
+def _nearest(pattern: str, names: Sequence[str] | Mapping[str, Any]) -> str:
+    near = ", ".join(difflib.get_close_matches(pattern, list(names), n=1, cutoff=0.0))
+    return f'["{pattern}"]: must match a parameter\'s name; nearest: {near}'
+
+
+def _adam(parameters: Sequence[Any], states: Sequence[dict[str, Any]], group: Mapping[str, Any]) -> None:
+    """Adam or AdamW by torch's functional form."""
+    values, gradients = list(parameters), [p.grad for p in parameters]
+    moments = [[state[key] for state in states] for key in ("exp_avg", "exp_avg_sq")]
+    wide = moments[0][0].dtype != values[0].dtype
+    if wide:  # moments in float32 beside bfloat16 parameters: all of the update is computed in float32
+        gradients = [_local(gradient).to(moments[0][0].dtype) for gradient in gradients]
+        moments = [[_local(moment) for moment in kind] for kind in moments]
+        values = [_local(value).to(moments[0][0].dtype) for value in values]
+    adam(
+        values,
+        gradients,
+        moments[0],
+        moments[1],
+        [],
+        [state["step"] for state in states],
+        foreach=group["foreach"],
+        fused=group["fused"],
+        decoupled_weight_decay=group["name"] == "AdamW",
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
+    if wide:
+        for parameter, value in zip(parameters, values, strict=True):
+            _local(parameter).copy_(value)
+
+
+def _local(tensor: Any) -> Any:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _initial_state(
+    parameter: nn.Parameter, name: OptimizerName, dtype: torch.dtype | None, *, fused: bool
+) -> dict[str, Tensor]:
+    def zeros() -> Tensor:
+        return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
+
+    if name == "Muon":
+        return {"momentum_buffer": zeros()}
     # As torch.optim.Adam makes it at its first step: `step` is on the host unless the fused kernel reads it.
     return {
         "step": torch.zeros((), dtype=torch.float32, device=parameter.device if fused else "cpu"),
-        "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-        "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+        "exp_avg": zeros(),
+        "exp_avg_sq": zeros(),
     }
 
 
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, named_parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, Tensor]:
-    """The live state as `<parameter name>.exp_avg`, `.exp_avg_sq`, `.step`, to be loaded in place."""
+    """The live state as `<parameter name>.exp_avg`, `.exp_avg_sq`, `.step` (Muon: `.momentum_buffer`), to be
+    loaded in place.
+    """
     return {
         f"{name}.{key}": tensor
         for name, parameter in named_parameters.items()
@@ -96,10 +244,10 @@ def optimizer_tensors(
     }
 
 
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Sets the learning rate of every parameter group."""
+def set_lr_factor(optimizer: GroupedOptimizer, factor: float) -> None:
+    """Sets the learning rate of every parameter group to this part of its peak."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = group["peak_lr"] * factor
 
 
 @dataclass(frozen=True)

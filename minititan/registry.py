@@ -156,6 +156,9 @@ def model_faults(model: nn.Module) -> list[str]:
         faults.append(f"its `layers` must be a ModuleDict, not a {type(layers).__name__}")
     if head is not None and not (isinstance(head, nn.Linear) and head.bias is None):
         faults.append("its `lm_head` must be a Linear without bias")
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if trained <= {"lm_head.weight"}:  # FSDP reduces nothing where the hidden states have no gradient
+        faults.append("its model must train more than its `lm_head`")
     faults += [f"its buffer {name} has no initial value" for name, _ in model.named_buffers()]
     faults += [
         f"its parameter {name} must have a dimension; use shape (1,)"

@@ -13,7 +13,8 @@ from torch import nn
 from minititan import data, registry
 from minititan.checkpoint import check_checkpoint, check_step, check_writable, committed_steps
 from minititan.config import Config, ConfigError, Layout, validate
-from minititan.optimizer import without_decay
+from minititan.optimizer import ParamGroup, rules_of
+from minititan.parallelisms.fsdp import uneven_faults
 from minititan.parallelisms.tensor_parallel import plan_faults
 from minititan.sinks import check_wandb
 
@@ -61,9 +62,31 @@ def check_model(config: Config, spec: registry.ModelSpec, args: Any) -> nn.Modul
     return model
 
 
+def rule_settings(config: Config) -> dict[str, Any]:
+    """Return what `rules_of` makes the rules of parameters from."""
+    section = config.optimizer
+    return {
+        "name": section.name,
+        "lr": section.lr,
+        "weight_decay": section.weight_decay,
+        "no_decay": section.no_decay,
+        "param_groups": [ParamGroup(**group.model_dump()) for group in section.param_groups],
+    }
+
+
+def check_shards(config: Config, spec: registry.ModelSpec, model: nn.Module, layout: Layout) -> None:
+    """Raise ConfigError where parameters cannot be sharded as the layout has it."""
+    if layout.tp > 1 and spec.tensor_parallel_plan is not None:
+        rules = uneven_faults(model, spec.tensor_parallel_plan, layout.tp, layout.dp_shard)
+        way_out = f"choose sizes that {layout.tp} divides, or another degree"
+        key = "parallelism.tensor_parallel_degree"
+        if rules:
+            raise ConfigError(*(config.fault(key, rule, way_out) for rule in rules))
+
+
 def check_names(config: Config, model: nn.Module) -> None:
     """Raise ConfigError where a key names something outside of the config that is not there."""
-    without_decay(config.optimizer.no_decay, [name for name, _ in model.named_parameters()])
+    rules_of(dict(model.named_parameters()), **rule_settings(config))
     if config.metrics.enable_wandb:
         check_wandb()
     name = config.compile.backend
@@ -115,6 +138,7 @@ def check(config: Config, world_size: int) -> Run:
             tensor_parallel_plan=spec.tensor_parallel_plan is not None,
             vocab_size=tokenizer.vocab_size,
         )
+        check_shards(config, spec, built, layout)
     sections = {"training": config.training} | (
         {"validation": config.validation} if config.validation.enable else {}
     )

@@ -8,7 +8,6 @@ import dataclasses
 import gc
 import hashlib
 import json
-import math
 import signal
 import sys
 import time
@@ -33,15 +32,16 @@ from minititan.distributed import (
     init_distributed,
     rank_from_env,
     report_and_exit,
+    seed_step,
     set_determinism,
     set_timeout,
     shutdown,
     world_size_from_env,
 )
-from minititan.gradients import clip_gradients, finish_gradients
+from minititan.gradients import clip_gradients, finish_gradients, gradient_norm, unscale_gradients
 from minititan.loss import IGNORED
 from minititan.metrics import MetricsLogger, Step
-from minititan.optimizer import lr_at, optimizer_tensors, set_lr
+from minititan.optimizer import lr_at, optimizer_tensors, set_lr_factor
 from minititan.parallelisms import build_meshes
 from minititan.report import closing_lines, opening_lines, write_config
 from minititan.run import Run, check
@@ -68,13 +68,14 @@ class Trainer:
         self.model = build.model_of(run, self.meshes, self.device)
         # Taken once: while FSDP has gathered a unit's parameters, its modules hold others.
         self.parameters = dict(self.model.named_parameters())
-        self.optimizer = build.optimizer_of(run.config, self.parameters)
+        self.optimizer = build.optimizer_of(run.config, self.parameters, self.device)
         self.checkpointer = Checkpointer(
             run.checkpoint_folder,
             keep_latest_k=run.config.checkpoint.keep_latest_k,
             rank=place.rank,
             say=self.say,
         )
+        self.guard = build.guard_of(run.config, self.say)
         self.steps_done = 0
         self.tokens_seen = 0
 
@@ -104,22 +105,25 @@ class Trainer:
         dist.all_reduce(labels, group=group)
         labels = labels.clamp(min=1)  # a step without any label has loss 0 and no gradient
 
+        step = self.steps_done + 1
+        seed_step(self.config.debug.seed or 0, step, self.meshes.dp_rank)
         loss = self.forward_backward(micro_batches, labels)
         parameters = list(self.parameters.values())
         finish_gradients(parameters)
-        norm = clip_gradients(parameters, self.config.training.max_norm)
-        lr = self.config.optimizer.lr * self.lr_factor(self.steps_done)
-        step = self.steps_done + 1
-        if self.device.type == "cpu" or self.metrics.due(step) or self.save_due(step):
-            self.check_finite(step, norm)  # elsewhere the host does not wait for a GPU
-        set_lr(self.optimizer, lr)
-        self.optimizer.step()
+        if scale := self.guard.scale:
+            unscale_gradients(parameters, scale.value)
+        norm = gradient_norm(parameters)
+        factor = self.lr_factor(self.steps_done)
+        if self.guard.allows(step, loss, labels, norm, self.parameters, group):
+            clip_gradients(parameters, norm, self.config.training.max_norm)
+            set_lr_factor(self.optimizer, factor)
+            self.optimizer.step()
         self.optimizer.zero_grad()
 
         self.steps_done = step
         self.tokens_seen += self.job.layout.global_batch_size * self.config.training.seq_len
         if self.metrics.due(step):
-            self.log(loss, own_labels, labels, norm, lr, micro_batches)
+            self.log(loss, own_labels, labels, norm, self.config.optimizer.lr * factor, micro_batches)
 
     def forward_backward(self, micro_batches: list[Batch], labels: Tensor) -> Tensor:
         """Add up the gradients of this rank's part of the batch; return the sum of its token losses.
@@ -137,8 +141,12 @@ class Trainer:
             if has_fsdp:
                 model.set_requires_gradient_sync(last)
                 model.set_reshard_after_backward(last or not keep_gathered)
-            loss = model.lm_head(model(**inputs), batch["labels"])
-            (loss / labels).backward()
+            if scale := self.guard.scale:
+                loss = model.lm_head(model(**inputs), batch["labels"], scale.value / labels)
+                loss.backward()
+            else:
+                loss = model.lm_head(model(**inputs), batch["labels"])
+                (loss / labels).backward()
             total = total + loss.detach()
         return total
 
@@ -156,14 +164,6 @@ class Trainer:
             min_lr_factor=section.min_lr_factor,
         )
 
-    def check_finite(self, step: int, norm: Tensor) -> None:
-        """Raise ConfigError on all ranks alike, before the update, where the gradients are not finite."""
-        value = norm.item()
-        if not math.isfinite(value):
-            rule = f"the gradient norm of step {step} is {value}: its update was not made, nothing is saved"
-            way_out = "lower it, or look at the data; a restart goes on from the last checkpoint"
-            raise ConfigError(self.config.fault("optimizer.lr", rule, way_out))
-
     def log(
         self, loss: Tensor, own_labels: Tensor, labels: Tensor, norm: Tensor, lr: float, batches: list[Batch]
     ) -> None:
@@ -180,6 +180,8 @@ class Trainer:
             lr=lr,
             tokens_seen=self.tokens_seen,
             samples_consumed=self.loader.state().samples_consumed,
+            skipped_steps=self.guard.skipped,
+            loss_scale=self.guard.scale.value if self.guard.scale else None,
             batch_sha256=self.batch_hash(batches) if self.config.metrics.log_batch_hash else None,
         )
         self.metrics.log_step(done)
@@ -261,6 +263,7 @@ class Trainer:
         model = self.config.model
         state = {
             "train_state": {"tokens_seen": self.tokens_seen},
+            "guard": self.guard.state(),
             "dataloader": dataclasses.asdict(self.loader.state()),
             "lr_scheduler": schedule_of(self.config),
             "model": {"name": model.name, "flavor": model.flavor, "args": dataclasses.asdict(self.job.args)},
@@ -310,6 +313,7 @@ class Trainer:
             rng = {name: tensor for name, tensor in tensors.items() if name.startswith("rng.")}
             seed, rank = self.config.debug.seed or 0, self.place.rank
             restore_rng(rng, rank=rank, seed=seed, step=self.steps_done)
+            self.guard.restore(state.get("guard", self.guard.state()))
         if "dataloader" in state:
             self.loader.resume(DataState.from_json(json.dumps(state["dataloader"])), self.config.fault)
         return state

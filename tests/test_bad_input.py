@@ -89,7 +89,7 @@ BEFORE: dict[str, tuple[str, str, int, list[str]]] = {
         "",
         "--optimizer.name Adamw",
         1,
-        ['command line: optimizer.name = "Adamw": must be one of "AdamW", "Adam"; nearest: "AdamW"'],
+        ['command line: optimizer.name = "Adamw": must be one of "AdamW", "Adam", "Muon"; nearest: "AdamW"'],
     ),
     "word for a number": (
         "",
@@ -477,7 +477,7 @@ AFTER: dict[str, tuple[str, str]] = {
     ),
     "numbers that explode": (
         "--job.dump_folder {tmp}/new --optimizer.lr 1e30",
-        "command line: optimizer.lr = 1e+30: the gradient norm of step 2 is nan: its update was not made, ",
+        'default: debug.nan_policy = "raise": step 2: the gradient of layers.0.',
     ),
 }
 

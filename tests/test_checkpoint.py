@@ -80,7 +80,21 @@ def test_every_difference_is_named_at_once(saved):
         f"{where}: other shapes: model.a [5, 4], here [5, 3]; {way_out}",
         f"{where}: other dtypes: model.b float32, here float64; "
         "use the training.dtype that it was saved with",
-        f"{where}: has more than this run: optimizer.a.exp_avg; {way_out}",
+        f"{where}: has more than this run: optimizer.a.exp_avg; {OTHER_OPTIMIZER}",
+    ]
+
+
+OTHER_OPTIMIZER = (
+    'use the optimizer that it was saved with, or checkpoint.exclude_from_loading = ["optimizer"]'
+)
+
+
+def test_another_optimizer_is_said_to_be_one(saved):
+    target = tensors(0)
+    target["optimizer.a.momentum_buffer"] = target.pop("optimizer.a.exp_avg")
+    assert fails_to_load(saved, 2, target).splitlines() == [
+        f"{saved.folder}/step-2: lacks optimizer.a.momentum_buffer; {OTHER_OPTIMIZER}",
+        f"{saved.folder}/step-2: has more than this run: optimizer.a.exp_avg; {OTHER_OPTIMIZER}",
     ]
 
 

@@ -73,11 +73,31 @@ WRONG_FILES = {
         "[training.steps]\na = 1",
         "run.toml: training.steps = {a = 1}: must be an integer",
     ),
+    "group": (
+        "[[optimizer.param_groups]]\nlr = 1.0",
+        "run.toml: optimizer.param_groups = [{lr = 1.0}]: each table needs pattern",
+    ),
+    "group-key": (
+        '[[optimizer.param_groups]]\npattern = "*"\nbeta = 1.0',
+        'run.toml: optimizer.param_groups = [{pattern = "*", beta = 1.0}]: beta: unknown key; keys: ',
+    ),
+    "group-type": (
+        '[[optimizer.param_groups]]\npattern = "*"\nname = "SGD"',
+        'run.toml: optimizer.param_groups = [{pattern = "*", name = "SGD"}]: name must be one of "AdamW", ',
+    ),
+    "group-range": (
+        '[[optimizer.param_groups]]\npattern = "*"\nlr = -1',
+        'run.toml: optimizer.param_groups = [{pattern = "*", lr = -1.0}]: lr must be at least 0',
+    ),
+    "no-groups": (
+        "[optimizer]\nparam_groups = 3",
+        "run.toml: optimizer.param_groups = 3: must be a list of tables",
+    ),
     "nan": ("[optimizer]\nlr = nan", "run.toml: optimizer.lr = nan: must be a finite number"),
     "infinity": ("[training]\nmax_norm = inf", "run.toml: training.max_norm = inf: must be a finite number"),
     "choice": (
         '[optimizer]\nname = "adamw"',
-        'run.toml: optimizer.name = "adamw": must be one of "AdamW", "Adam"; nearest: "AdamW"',
+        'run.toml: optimizer.name = "adamw": must be one of "AdamW", "Adam", "Muon"; nearest: "AdamW"',
     ),
     "date": ("[training]\nsteps = 1979-05-27", "run.toml: training.steps = 1979-05-27: must be an integer"),
     "model.args without table": ("[model]\nargs = 3", "run.toml: model.args = 3: must be a table"),

@@ -121,8 +121,20 @@ OUR_KEYS = {
     "metrics.log_batch_hash": False,
     "metrics.peak_tflops": None,
     "model.args": {},
+    "optimizer.param_groups": (),
+    "optimizer.muon_momentum": 0.95,
+    "optimizer.muon_ns_steps": 5,
+    "optimizer.muon_adjust_lr": "match_rms_adamw",
+    "optimizer.state_dtype": None,
+    "training.loss_scale_init": 65536.0,
+    "training.loss_scale_growth_interval": 2000,
+    "debug.nan_policy": "raise",
+    "debug.max_skipped_in_a_row": 10,
+    "debug.loss_spike_factor": None,
+    "debug.loss_spike_window": 50,
 }
 OUR_CHOICES = {
+    "optimizer.name": ["AdamW", "Adam", "Muon"],
     "training.dtype": ["bfloat16", "float32", "float64"],
     "training.mixed_precision_param": ["auto", "bfloat16", "float16", "float32"],
 }

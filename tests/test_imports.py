@@ -14,7 +14,7 @@ LEVELS = [
     {"config"},
     {"models", "distributed"},
     {"checkpoint", "data", "optimizer", "loss", "metrics", "sinks", "profiling", "registry", "parallelisms"}
-    | {"gradients", "init"},
+    | {"gradients", "guard", "init", "loss_scale", "muon"},
     {"train", "build", "run", "report", "validate", "generate", "plan"},
     {"__main__"},
 ]

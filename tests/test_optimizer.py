@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from minititan.config import ConfigError
-from minititan.optimizer import build_optimizer, lr_at, lr_phases, optimizer_tensors, set_lr
+from minititan.optimizer import build_optimizer, lr_at, lr_phases, optimizer_tensors, set_lr_factor
 
 SETTINGS = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
@@ -135,14 +135,14 @@ def test_state_loaded_in_place_continues_bitwise():
     assert all(torch.equal(second[key], straight[key]) for key in straight)
 
 
-def test_set_lr_reaches_every_group():
+def test_the_factor_reaches_every_group():
     named = parameters()
     optimizer = build_optimizer(
         named, name="AdamW", implementation="foreach", no_decay=["*.bias"], **SETTINGS
     )
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
-    set_lr(optimizer, 0.5)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
+    set_lr_factor(optimizer, 0.5)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.005, 0.005]
 
 
 # 10 steps: 2 of warm-up, 0.4 x 10 = 4 of decay, so 10 + 1 - 2 - 4 = 5 stable ones. Worked out by hand.

@@ -130,9 +130,8 @@ class Checkpointer:
         # With pipeline stages a rank has some of the keys only: unexpected is what no rank asks for.
         extra = set.intersection(*gather(contents.unexpected(selected, metadata)))
         if extra:
-            lines[
-                f"{path}: has more than this run: {contents.listed(sorted(extra))}; {contents.OTHER_MODEL}"
-            ] = None
+            more = contents.listed(sorted(extra))
+            lines[f"{path}: has more than this run: {more}; {contents.other_part(extra)}"] = None
         if lines:
             raise ConfigError(*lines)
 

@@ -13,6 +13,9 @@ from minititan.config import ConfigError
 
 EXCLUDABLE = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")
 OTHER_MODEL = "use the model and arguments that it was saved with"
+OTHER_OPTIMIZER = (
+    'use the optimizer that it was saved with, or checkpoint.exclude_from_loading = ["optimizer"]'
+)
 _NAMES_SHOWN = 5
 
 
@@ -77,6 +80,11 @@ def listed(names: Sequence[str]) -> str:
     return "; ".join(names[:_NAMES_SHOWN]) + (f"; and {more} more" if more > 0 else "")
 
 
+def other_part(keys: Iterable[str]) -> str:
+    """The way out where keys differ between run and checkpoint."""
+    return OTHER_OPTIMIZER if {section(key) for key in keys} == {"optimizer"} else OTHER_MODEL
+
+
 def _way_out(missing: Iterable[str], saved: Iterable[str]) -> str:
     gone = {section(key) for key in missing} - {section(key) for key in saved}
     if gone == {"optimizer"}:
@@ -84,7 +92,7 @@ def _way_out(missing: Iterable[str], saved: Iterable[str]) -> str:
             "it holds a model only: set checkpoint.initial_load_path to start from it, "
             'or checkpoint.exclude_from_loading = ["optimizer"]'
         )
-    return OTHER_MODEL
+    return other_part(missing)
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -33,6 +33,8 @@ def literal(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(literal(item) for item in value) + "]"
+    if hasattr(value, "model_dump"):  # a table of a list of tables
+        value = value.model_dump(exclude_none=True)
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key} = {literal(item)}" for key, item in value.items()) + "}"
     return str(value)

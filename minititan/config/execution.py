@@ -74,7 +74,7 @@ class ActivationCheckpoint(Section):
     """Recompute activations in the backward pass instead of keeping them."""
 
     mode: Literal["selective", "full", "memory_budget", "none"] = "selective"
-    """Which blocks, or which of their operations, are recomputed; "memory_budget" is still to come."""
+    """Which blocks, or which of their operations, are recomputed; "memory_budget": compiled blocks choose."""
     selective_ac_option: str = "2"
     """With "selective": "op" keeps the costly operations of each block; "N" recomputes every N-th block."""
     per_op_sac_force_recompute_mm_shapes_by_fqns: Strings = ("moe.router.gate",)
@@ -84,7 +84,7 @@ class ActivationCheckpoint(Section):
     memory_budget: Fraction = 0.5
     """With "memory_budget": 0 keeps as little as "full", 1 keeps all."""
     visualize_memory_budget_pareto: bool = False
-    """With "memory_budget": write the curve of memory against time."""
+    """With "memory_budget": write the curve of memory against time; only false so far."""
     preserve_rng_state: bool = True
     """Restore the random state for recomputation, so that dropout is the same."""
     determinism_check: Annotated[str, Choices(("default", "none"))] = "default"

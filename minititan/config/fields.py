@@ -119,12 +119,12 @@ class NotEmpty:
 Mark = Range | Choices | NotEmpty
 
 
-def _tuples(value: Any) -> Any:
+def tuples(value: Any) -> Any:
     """`value` with every list in it, at any depth, made a tuple."""
     if isinstance(value, (list, tuple)):
-        return tuple(_tuples(item) for item in value)
+        return tuple(tuples(item) for item in value)
     if isinstance(value, dict):
-        return {key: _tuples(item) for key, item in value.items()}
+        return {key: tuples(item) for key, item in value.items()}
     return value
 
 
@@ -138,10 +138,10 @@ Fraction = Annotated[float, Range(low=0, high=1)]
 Seconds = Annotated[int, Range(low=1, high=10_000_000)]
 Text = Annotated[str, NotEmpty()]
 OptionalText = Annotated[str | None, BeforeValidator(_empty_is_unset)]
-Strings = Annotated[tuple[str, ...], BeforeValidator(_tuples)]
-Table = Annotated[dict[str, Any], AfterValidator(_tuples)]
-StringsOrString = Annotated[tuple[str, ...] | str, BeforeValidator(_tuples)]
-OptionalStringLists = Annotated[tuple[tuple[str, ...], ...] | None, BeforeValidator(_tuples)]
+Strings = Annotated[tuple[str, ...], BeforeValidator(tuples)]
+Table = Annotated[dict[str, Any], AfterValidator(tuples)]
+StringsOrString = Annotated[tuple[str, ...] | str, BeforeValidator(tuples)]
+OptionalStringLists = Annotated[tuple[tuple[str, ...], ...] | None, BeforeValidator(tuples)]
 
 
 def sections(section: type[Section], prefix: str = "") -> Iterator[tuple[str, type[Section]]]:
@@ -181,8 +181,10 @@ def describe(annotation: Any) -> str:
         if get_origin(member) is Literal:
             described.append("one of " + ", ".join(f'"{choice}"' for choice in get_args(member)))
         elif get_origin(member) is tuple:
-            nested = get_origin(get_args(member)[0]) is tuple
-            described.append("a list of lists of strings" if nested else "a list of strings")
+            item = get_args(member)[0]
+            tables = get_origin(item) is None and issubclass(item, Section)
+            items = "tables" if tables else "lists of strings" if get_origin(item) is tuple else "strings"
+            described.append(f"a list of {items}")
         else:
             described.append(words.get(member, "a table"))
     return " or ".join(described)

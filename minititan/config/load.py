@@ -9,14 +9,14 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import tomli
 from pydantic import ValidationError
 
 from minititan.config import command_line
 from minititan.config.error import ConfigError, closest, fault_line, literal
-from minititan.config.fields import alternatives, describe, sections
+from minititan.config.fields import Section, alternatives, describe, sections
 from minititan.config.old_names import translate
 from minititan.config.rules import key_faults, relation_faults, schedule_notes
 from minititan.config.schema import Config, all_keys
@@ -140,9 +140,13 @@ def _build(values: dict[str, Any], origins: dict[str, str]) -> tuple[Config, lis
     try:
         config = Config.model_validate(_nest(values))
     except ValidationError as error:
-        bad = dict.fromkeys(_key_at(details["loc"]) for details in error.errors())
-        for key in bad:
-            faults.append(_type_fault(origins.get(key, "default"), key, values[key]))
+        bad: dict[str, Any] = {}
+        for details in error.errors():
+            bad.setdefault(_key_at(details["loc"]), details)
+        for key, details in bad.items():
+            where = origins.get(key, "default")
+            in_table = _table_fault(where, key, values[key], details)
+            faults.append(in_table or _type_fault(where, key, values[key]))
         config = Config.model_validate(_nest({key: value for key, value in values.items() if key not in bad}))
     config._origins.update(origins)
     return config, faults
@@ -179,6 +183,22 @@ def _type_fault(where: str, key: str, value: Any) -> str:
     if isinstance(value, str) and (close := closest(value, choices)):
         way_out = f"nearest: {literal(close)}"
     return fault_line(where, key, value, f"must be {describe(annotation)}", way_out)
+
+
+def _table_fault(where: str, key: str, value: Any, details: Any) -> str:
+    """The fault of a key inside one table of a list of tables; "" where that is not what is wrong."""
+    kind = get_args(all_keys()[key].annotation)
+    item, inside = (kind[0] if kind else None), details["loc"][len(key.split(".")) :]
+    if get_origin(item) is not None or not isinstance(item, type) or not issubclass(item, Section):
+        return ""
+    if len(inside) < 2:
+        return ""
+    name = str(inside[1])
+    if details["type"] == "missing":
+        return fault_line(where, key, value, f"each table needs {name}")
+    if name not in item.model_fields:
+        return fault_line(where, key, value, f"{name}: unknown key", f"keys: {', '.join(item.model_fields)}")
+    return fault_line(where, key, value, f"{name} must be {describe(item.model_fields[name].annotation)}")
 
 
 def _choices(annotation: Any) -> Iterator[Any]:

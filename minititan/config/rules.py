@@ -6,12 +6,12 @@ A feature has one switch. While it is off, its other keys may have any value of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from minititan.config.error import closest, literal
 from minititan.config.fields import INT64_MAX, Choices, Mark, marks
-from minititan.config.schema import Config, all_keys
+from minititan.config.schema import Config, ParamGroup, all_keys
 
 
 class Feature(NamedTuple):
@@ -62,7 +62,15 @@ FEATURES = (
     Feature(("compile.",), ("compile.enable",), lambda c: c.compile.enable),
     Feature(("memory_estimation.",), ("memory_estimation.enable",), lambda c: c.memory_estimation.enable),
     Feature(("fault_tolerance.",), ("fault_tolerance.enable",), lambda c: c.fault_tolerance.enable),
+    Feature(
+        ("optimizer.muon_",),
+        (),
+        lambda c: "Muon" in (c.optimizer.name, *(group.name for group in c.optimizer.param_groups)),
+    ),
     Feature(("validation.",), ("validation.enable",), lambda c: c.validation.enable),
+    Feature(("training.loss_scale_",), (), lambda c: c.training.mixed_precision_param == "float16"),
+    Feature(("debug.max_skipped_in_a_row",), (), lambda c: c.debug.nan_policy == "skip"),
+    Feature(("debug.loss_spike_window",), (), lambda c: c.debug.loss_spike_factor is not None),
     Feature(
         ("validation.dataloader.",),
         ("validation.dataloader.num_workers",),
@@ -119,20 +127,7 @@ REFUSALS = (
         for name, feature in CONVERTERS.items()
     ),
     _not_yet("optimizer.early_step_in_backward", "the optimizer step inside the backward pass", False),
-    _not_yet("training.enable_cpu_offload", "CPU offload", False),
     _not_yet("training.gc_debug", "debugging of the garbage collector", False),
-    Refusal(
-        "training.dtype",
-        lambda c: c.training.dtype == "bfloat16",
-        "training with bfloat16 parameters is not there yet",
-        'use "float32" and training.mixed_precision_param = "bfloat16"',
-    ),
-    Refusal(
-        "training.mixed_precision_param",
-        lambda c: c.training.mixed_precision_param == "float16",
-        "float16 with loss scaling is not there yet",
-        'use "auto", "bfloat16" or "float32"',
-    ),
     _not_yet("parallelism.enable_async_tensor_parallel", "asynchronous tensor parallelism", False),
     _not_yet("parallelism.pipeline_parallel_degree", "pipeline parallelism", 1),
     _not_yet("parallelism.context_parallel_degree", "context parallelism", 1),
@@ -156,10 +151,13 @@ REFUSALS = (
         "leave it out",
     ),
     Refusal(
-        "activation_checkpoint.mode",
-        lambda c: c.activation_checkpoint.mode == "memory_budget",
-        "activation checkpointing by memory budget is not there yet",
-        'use "none", "selective" or "full"',
+        "activation_checkpoint.visualize_memory_budget_pareto",
+        lambda c: (
+            c.activation_checkpoint.mode == "memory_budget"
+            and c.activation_checkpoint.visualize_memory_budget_pareto
+        ),
+        "the curve of memory against time is not there yet",
+        "only false so far",
     ),
     Refusal(
         "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns",
@@ -197,6 +195,7 @@ def key_faults(config: Config) -> list[str]:
             faults[key] = [
                 config.fault(key, _rule(value, mark), _nearest_choice(value, mark)) for mark in broken
             ]
+    faults["optimizer.param_groups"] = list(_group_faults(config))
     option = config.activation_checkpoint.selective_ac_option
     if config.activation_checkpoint.mode == "selective" and option != "op" and not _is_positive(option):
         rule = 'must be "op", or a positive integer N for every N-th block'
@@ -205,6 +204,15 @@ def key_faults(config: Config) -> list[str]:
     sound = [refusal for refusal in REFUSALS if not faults.get(refusal.key)]
     refused = [config.fault(r.key, r.rule, r.way_out) for r in sound if r.asked(config)]
     return [fault for found in faults.values() for fault in found] + refused
+
+
+def _group_faults(config: Config) -> Iterator[str]:
+    """The faults of single keys inside `[[optimizer.param_groups]]`."""
+    for group in config.optimizer.param_groups:
+        for name, field in ParamGroup.model_fields.items():
+            if (value := getattr(group, name)) is not None:
+                for broken in (mark for mark in marks(field) if not mark.allows(value)):
+                    yield config.fault("optimizer.param_groups", f"{name} {broken.rule()}")
 
 
 def _is_positive(text: str) -> bool:
@@ -235,6 +243,19 @@ def relation_faults(config: Config) -> list[str]:
         least = profiling.profiler_warmup + profiling.profiler_active
         rule = f"must be at least profiler_warmup + profiler_active ({least})"
         faults.append(config.fault("profiling.profile_freq", rule))
+    compiled = config.compile.enable and "model" in config.compile.components
+    if config.activation_checkpoint.mode == "memory_budget" and not compiled:
+        rule = "only compiled blocks keep to a memory budget"
+        way_out = 'set compile.enable with "model" among compile.components, or use "selective"'
+        faults.append(config.fault("activation_checkpoint.mode", rule, way_out))
+    dtype, state = config.training.dtype, config.optimizer.state_dtype
+    if config.training.mixed_precision_param == "float16" and dtype != "float32":
+        rule = f'needs training.dtype = "float32", not "{dtype}"'
+        faults.append(config.fault("training.mixed_precision_param", rule))
+    if state is not None and state != dtype and dtype != "bfloat16":
+        rule = f'must be unset or "float32" with training.dtype = "{dtype}"'
+        rule = rule if dtype == "float32" else f'must be unset with training.dtype = "{dtype}"'
+        faults.append(config.fault("optimizer.state_dtype", rule))
     total_steps = config.lr_scheduler.total_steps
     if total_steps is not None and total_steps < config.training.steps:
         rule = f"must be at least training.steps ({config.training.steps})"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PrivateAttr
+from pydantic import BeforeValidator, Field, PrivateAttr
 from pydantic.fields import FieldInfo
 
 from minititan.config.error import ConfigError, fault_line
@@ -28,6 +28,7 @@ from minititan.config.fields import (
     Table,
     Text,
     keys,
+    tuples,
 )
 from minititan.config.later import FaultTolerance, MemoryEstimation, Quantize
 
@@ -116,11 +117,24 @@ class Model(Section):
     """Own key, `[model.args]`: fields of the model's arguments that replace those of the flavor."""
 
 
+class ParamGroup(Section):
+    """What differs for parameters whose names match a pattern."""
+
+    pattern: Text
+    """Over the whole name, with * and ?; the first group that matches counts."""
+    name: Literal["AdamW", "Adam", "Muon"] | None = None
+    """The algorithm; Muon for matrices only."""
+    lr: Annotated[float | None, Range(low=0)] = None
+    """Peak learning rate."""
+    weight_decay: Annotated[float | None, Range(low=0)] = None
+    """Wins over `no_decay`."""
+
+
 class Optimizer(Section):
     """The optimizer and its constants."""
 
-    name: Literal["AdamW", "Adam"] = "AdamW"
-    """The algorithm."""
+    name: Literal["AdamW", "Adam", "Muon"] = "AdamW"
+    """The algorithm. "Muon" (own): for the matrices of the layers; everything else gets AdamW."""
     lr: Annotated[float, Range(low=0)] = 8e-4
     """Peak learning rate."""
     beta1: Annotated[float, Range(low=0, below=1)] = 0.9
@@ -133,10 +147,22 @@ class Optimizer(Section):
     """Decoupled for AdamW, part of the gradient for Adam."""
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
     """How the update is computed; the numbers are the same up to rounding."""
+    state_dtype: Literal["bfloat16", "float32"] | None = None
+    """Own key. Type of the moments; unset: that of the parameters; "float32" also for bfloat16 parameters."""
     early_step_in_backward: bool = False
     """Update each parameter inside the backward pass; only false so far."""
     no_decay: Strings = ()
     """Own key. Patterns (with * and ?) of the names of parameters that get no weight decay."""
+    param_groups: Annotated[tuple[ParamGroup, ...], BeforeValidator(tuples)] = ()
+    """Own key, `[[optimizer.param_groups]]`: tables with a `pattern` of parameter names (with * and ?) and
+    the `name`, `lr` or `weight_decay` that these get instead; the first that matches counts."""
+    muon_momentum: Annotated[float, Range(low=0, below=1)] = 0.95
+    """Own key. Muon: decay of its momentum, a step."""
+    muon_ns_steps: Annotated[int, Range(low=1, high=99)] = 5
+    """Own key. Muon: iterations that make an update orthogonal."""
+    muon_adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """Own key. Muon: the rate of a matrix of A x B is 0.2 sqrt(max(A, B)) times `lr`, so that AdamW's rates
+    fit; or ("original") sqrt(max(1, A / B)) times."""
 
 
 class LRScheduler(Section):
@@ -185,12 +211,17 @@ class Training(Section):
     steps: Positive = 10000
     """Optimizer steps of the whole run, restarts included."""
     enable_cpu_offload: bool = False
-    """Keep parameters, gradients and moments in CPU memory; only false so far."""
+    """Keep parameters, gradients and moments in CPU memory; the optimizer steps there."""
     dtype: Literal["bfloat16", "float32", "float64"] = "float32"
-    """Type of the parameters and moments. "float64" is our own, for tests; "bfloat16" is still to come."""
+    """Type of the parameters and moments. "bfloat16" loses updates below 1/256 of a parameter. "float64" is
+    our own, for tests."""
     mixed_precision_param: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Type of the computation. "auto" (own, the default; TorchTitan: bfloat16): bfloat16 where the device
-    computes it natively, else float32. "float16" is still to come."""
+    computes it natively, else float32. "float16" (own) scales the loss, needs `dtype = "float32"`."""
+    loss_scale_init: Annotated[float, Range(low=1)] = 65536.0
+    """Own key. float16: factor on the loss at the start; halved where a gradient overflows."""
+    loss_scale_growth_interval: Positive = 2000
+    """Own key. float16: steps without an overflow after which the factor is doubled."""
     mixed_precision_reduce: Literal["float32"] = "float32"
     """Type in which gradients are summed over ranks."""
     gc_freq: Positive = 50
@@ -273,14 +304,24 @@ class Validation(Section):
 
 
 class Debug(Section):
-    """Seeds and determinism."""
+    """Seeds, determinism, and what to do about broken numbers."""
 
     seed: Annotated[int | None, Range(low=0, high=INT64_MAX)] = 0
-    """Seed of weights and data order. (TorchTitan: none.)"""
+    """Seed of weights, data order, and (with step and data-parallel rank) what a model draws. (TorchTitan:
+    none.)"""
     deterministic: bool = False
     """Only deterministic algorithms; an operation that has none is an error."""
     deterministic_warn_only: bool = False
     """With `deterministic`: warn instead."""
+    nan_policy: Literal["raise", "skip"] = "raise"
+    """Own key. Where a loss or gradient is not finite: end the run, or leave the step's update out."""
+    max_skipped_in_a_row: Positive = 10
+    """Own key. With `nan_policy = "skip"`: the run ends where more updates in a row would be left out."""
+    loss_spike_factor: Annotated[float | None, Range(above=1)] = None
+    """Own key. A loss above this many times the median of the last steps is treated by `nan_policy` like one
+    that is not finite; unset: no such rule."""
+    loss_spike_window: Positive = 50
+    """Own key. Steps of that median, those left out not counted; the rule begins when there are so many."""
     moe_force_load_balance: bool = False
     """Send the same number of tokens to each expert; only false so far."""
 

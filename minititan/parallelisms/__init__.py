@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from minititan.config import Config
-from minititan.parallelisms.activation_checkpoint import apply_activation_checkpoint
+from minititan.parallelisms.activation_checkpoint import apply_activation_checkpoint, set_memory_budget
 from minititan.parallelisms.fsdp import apply_fsdp
 from minititan.parallelisms.mesh import Meshes, build_meshes
 from minititan.parallelisms.tensor_parallel import apply_tensor_parallel
@@ -39,7 +39,8 @@ def parallelize(
         )
 
     recompute = config.activation_checkpoint
-    if recompute.mode != "none":
+    set_memory_budget(recompute.memory_budget if recompute.mode == "memory_budget" else None)
+    if recompute.mode in ("full", "selective"):
         apply_activation_checkpoint(
             blocks,
             recompute.mode,
@@ -55,12 +56,15 @@ def parallelize(
         unit.install()
 
     dtype = next(model.parameters()).dtype
-    if meshes.dp.size() > 1 or compute_dtype != dtype:
+    # FSDP adds up in float32, over micro-batches as well, what is computed in less.
+    mixed = compute_dtype != dtype or dtype == torch.bfloat16
+    if meshes.dp.size() > 1 or mixed or config.training.enable_cpu_offload:
         apply_fsdp(
             model,
             [block.module for block in blocks],
             meshes.fsdp,
             param_dtype=None if compute_dtype == dtype else compute_dtype,
-            reduce_dtype=None if compute_dtype == dtype else torch.float32,
+            reduce_dtype=torch.float32 if mixed else None,
             reshard_after_forward=parallelism.fsdp_reshard_after_forward,
+            cpu_offload=config.training.enable_cpu_offload,
         )

@@ -1,7 +1,8 @@
 """Activation checkpointing: recompute in the backward what would cost memory to keep (arXiv:1604.06174).
 
 `full` keeps a block's input only; `selective` keeps all of most blocks (option n: every n-th block is
-recomputed) or, in each block, what is expensive to compute or to communicate again (option `op`).
+recomputed) or, in each block, what is expensive to compute or to communicate again (option `op`). Under
+`torch.compile`, `memory_budget` leaves the choice to the compiler.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch_config
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from minititan.parallelisms.unit import Unit
@@ -46,6 +48,14 @@ def apply_activation_checkpoint(
     for index, block in enumerate(blocks):
         if index % every == 0:
             block.compute = partial(_checkpointed, block.compute, settings)
+
+
+def set_memory_budget(budget: float | None) -> None:
+    """Let compiled blocks keep this share, 0 to 1, of the activations that they would keep; None: all.
+
+    A setting of the compiler for the whole process.
+    """
+    functorch_config.activation_memory_budget = 1.0 if budget is None else budget
 
 
 def _checkpointed(compute: Callable[..., Any], settings: dict[str, Any], *inputs: Any) -> Any:

@@ -36,6 +36,7 @@ from minititan.parallelisms.collectives import (
 from minititan.parallelisms.unit import Unit
 
 STYLES = ("embedding", "norm", "column", "row", "replicated", "residual", "head")
+BY_ROWS = ("embedding", "column", "head")  # the styles that split a parameter's first dimension
 
 
 def apply_tensor_parallel(
@@ -118,7 +119,7 @@ def _placements(style: str, key: str, sequence_parallel: bool) -> tuple[Placemen
     """Return how a parameter is placed, and how the gradient that one rank computes for it relates to the
     whole.
     """
-    if style in ("embedding", "column", "head"):
+    if style in BY_ROWS:
         return Shard(0), Shard(0)
     if style == "row" and key == "weight":
         return Shard(1), Shard(1)
@@ -153,8 +154,6 @@ def _embed(
     rows = module.weight.shape[0]
     index = tokens - first_row(module.num_embeddings, mesh)
     mine = (index >= 0) & (index < rows)
-    if rows == 0:  # more ranks than rows: no table to look into
-        return leave(module.weight.new_zeros(*tokens.shape, module.embedding_dim), group)
     return leave(F.embedding(index.where(mine, 0), module.weight) * mine.unsqueeze(-1), group)
 
 

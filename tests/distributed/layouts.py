@@ -1,9 +1,15 @@
 """The layout matrix as data: each row is a run that must give the numbers of one process.
 
-Later parallelisms add rows, not tests.
+Factors are crossed so that every two values that go together meet in a row (a covering choice, not every
+product). A later parallelism adds a factor or values here, no tests.
 """
 
+import random
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import combinations
+from pathlib import Path
 
 Overrides = dict[str, str]
 
@@ -11,12 +17,12 @@ Overrides = dict[str, str]
 BASE: Overrides = {
     "training.dataset": "stdlib",
     "training.steps": "10",
-    "training.seq_len": "32",
-    "training.local_batch_size": "2",
-    "training.global_batch_size": "8",
-    "training.mixed_precision_param": "float32",
+    "training.seq_len": "16",
+    "training.local_batch_size": "32",
+    "training.global_batch_size": "32",
+    "training.dtype": "float64",
     "model.args.hidden_size": "64",
-    "model.args.num_hidden_layers": "3",
+    "model.args.num_hidden_layers": "2",
     "model.args.intermediate_size": "96",
     "optimizer.lr": "1e-3",
     "lr_scheduler.warmup_steps": "2",
@@ -24,90 +30,325 @@ BASE: Overrides = {
     "metrics.log_batch_hash": "true",
     "activation_checkpoint.mode": "none",
 }
+GLOBAL_BATCH = int(BASE["training.global_batch_size"])
+
+FLOAT32: Overrides = {"training.dtype": "float32", "training.mixed_precision_param": "float32"}
 
 
 @dataclass(frozen=True)
-class Layout:
-    """A layout: how many ranks, and which keys make it."""
+class Row:
+    """A run: `overrides` must not change its numbers, `same` may, and the one-process run has them too."""
 
     name: str
     ranks: int
     overrides: Overrides = field(default_factory=dict)
+    same: Overrides = field(default_factory=dict)
 
     def __str__(self) -> str:
         return self.name
 
-    def with_(self, suffix: str, overrides: Overrides) -> "Layout":
-        """This layout with more keys set."""
-        return Layout(f"{self.name}-{suffix}", self.ranks, self.overrides | overrides)
+    @property
+    def float32(self) -> bool:
+        return self.same.get("training.dtype") == "float32"
+
+    def with_(self, suffix: str, overrides: Overrides | None = None, same: Overrides | None = None) -> "Row":
+        """This row with more keys set."""
+        return Row(
+            f"{self.name} {suffix}", self.ranks, self.overrides | (overrides or {}), self.same | (same or {})
+        )
+
+    def reference(self) -> "Row":
+        """The run on one process, with nothing but the defaults, that this row must equal."""
+        return Row("one process", 1, {}, self.same)
 
 
-def _layout(name: str, replicate: int = 1, shard: int = 1, tp: int = 1) -> Layout:
-    degrees = {
-        "parallelism.data_parallel_replicate_degree": str(replicate),
-        "parallelism.data_parallel_shard_degree": str(shard),
-        "parallelism.tensor_parallel_degree": str(tp),
-    }
-    return Layout(name, replicate * shard * tp, degrees)
+@dataclass(frozen=True)
+class Degrees:
+    replicate: int = 1
+    shard: int = 1
+    tp: int = 1
+
+    @property
+    def dp(self) -> int:
+        return self.replicate * self.shard
+
+    @property
+    def ranks(self) -> int:
+        return self.dp * self.tp
+
+    def overrides(self, accumulation: int = 1) -> Overrides:
+        return {
+            "parallelism.data_parallel_replicate_degree": str(self.replicate),
+            "parallelism.data_parallel_shard_degree": str(self.shard),
+            "parallelism.tensor_parallel_degree": str(self.tp),
+            "training.local_batch_size": str(GLOBAL_BATCH // self.dp // accumulation),
+        }
 
 
-ONE = _layout("one")
-DP2 = _layout("dp2", shard=2)
-TP2 = _layout("tp2", tp=2)
-DP2_TP2 = _layout("dp2-tp2", shard=2, tp=2)
-HSDP = _layout("hsdp2x2", replicate=2, shard=2)
-DDP2 = _layout("ddp2", replicate=2)
-TP4 = _layout("tp4", tp=4)
-DDP2_TP2 = _layout("ddp2-tp2", replicate=2, tp=2)
-
-CHECKPOINTING = {
-    "full": {"activation_checkpoint.mode": "full"},
-    "selective-op": {
-        "activation_checkpoint.mode": "selective",
-        "activation_checkpoint.selective_ac_option": "op",
-    },
-    "selective-2": {
-        "activation_checkpoint.mode": "selective",
-        "activation_checkpoint.selective_ac_option": "2",
-    },
+LAYOUTS = {
+    "one": Degrees(),
+    "dp2": Degrees(shard=2),
+    "dp4": Degrees(shard=4),
+    "dp8": Degrees(shard=8),
+    "ddp2": Degrees(replicate=2),
+    "ddp4": Degrees(replicate=4),
+    "hsdp2x2": Degrees(replicate=2, shard=2),
+    "hsdp2x4": Degrees(replicate=2, shard=4),
+    "tp2": Degrees(tp=2),
+    "tp4": Degrees(tp=4),
+    "dp2-tp2": Degrees(shard=2, tp=2),
+    "ddp2-tp2": Degrees(replicate=2, tp=2),
+    "dp2-tp4": Degrees(shard=2, tp=4),
+    "dp4-tp2": Degrees(shard=4, tp=2),
+    "hsdp2x2-tp2": Degrees(replicate=2, shard=2, tp=2),
 }
 
-CROSSED = [
-    layout.with_(kind, keys) if keys else layout
-    for layout in (DP2, TP2, DP2_TP2, HSDP, DDP2)
-    for kind, keys in {"none": {}, **CHECKPOINTING}.items()
-    if kind != "selective-2"
-]
 
-NO_SEQUENCE = {"parallelism.disable_sequence_parallel": "true"}
-NO_EMBEDDING = {"parallelism.disable_embedding_parallel": "true"}
-NO_LOSS = {"parallelism.disable_loss_parallel": "true"}
-TIED = {"model.args.tie_word_embeddings": "true"}
+def _selective(option: str) -> Overrides:
+    return {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": option}
 
-# Everything that can be turned on or off, each on a layout where it does something.
-OPTIONS = [
-    ONE.with_("selective-op", CHECKPOINTING["selective-op"]),
-    DP2.with_("selective-2", CHECKPOINTING["selective-2"]),
-    TP2.with_("selective-2", CHECKPOINTING["selective-2"]),
-    ONE.with_("micro-8", {"training.local_batch_size": "8"}),
-    DP2.with_("micro-1", {"training.local_batch_size": "1"}),
-    DP2.with_("reshard-always", {"parallelism.fsdp_reshard_after_forward": "always"}),
-    DP2.with_("reshard-never", {"parallelism.fsdp_reshard_after_forward": "never"}),
-    DP2.with_("foreach", {"optimizer.implementation": "foreach"}),
-    DP2_TP2.with_("for-loop", {"optimizer.implementation": "for-loop"}),
-    TP2.with_("no-sequence", NO_SEQUENCE),
-    TP2.with_("no-embedding", NO_EMBEDDING),
-    TP2.with_("no-loss", NO_LOSS),
-    DP2_TP2.with_("no-sequence-embedding-loss", NO_SEQUENCE | NO_EMBEDDING | NO_LOSS),
-    TP4.with_("full", CHECKPOINTING["full"]),
-    DDP2_TP2.with_("selective-op", CHECKPOINTING["selective-op"]),
-    TP2.with_("odd-vocabulary", {"model.args.vocab_size": "265"}),
-]
-TIED_ROWS = [layout.with_("tied", TIED) for layout in (DP2, TP2, DP2_TP2, HSDP)]
 
-COMPILED = [
-    layout.with_(
-        "compile", {"compile.enable": "true", "model.args.num_hidden_layers": "2", "training.steps": "4"}
-    )
-    for layout in (ONE, DP2, TP2)
-]
+def _compiled(backend: str) -> Overrides:
+    return {"compile.enable": "true", "compile.backend": backend}
+
+
+# Each factor's first value is the default, which a row's name leaves out.
+FACTORS: dict[str, dict[str, Overrides]] = {
+    "checkpointing": {
+        "": {},
+        "ac-full": {"activation_checkpoint.mode": "full"},
+        "ac-op": _selective("op"),
+        "ac-2": _selective("2"),
+    },
+    "compile": {
+        "": {},
+        "aot-eager": _compiled("aot_eager"),
+        "inductor": _compiled("inductor"),
+    },
+    "sequence": {"": {}, "no-sp": {"parallelism.disable_sequence_parallel": "true"}},
+    "embedding": {"": {}, "no-ep": {"parallelism.disable_embedding_parallel": "true"}},
+    "loss": {"": {}, "no-lp": {"parallelism.disable_loss_parallel": "true"}},
+    "reshard": {
+        "": {},
+        "always": {"parallelism.fsdp_reshard_after_forward": "always"},
+        "never": {"parallelism.fsdp_reshard_after_forward": "never"},
+    },
+    "accumulation": {"": {}, "acc2": {}, "acc4": {}},
+    "implementation": {
+        "": {},
+        "foreach": {"optimizer.implementation": "foreach"},
+        "for-loop": {"optimizer.implementation": "for-loop"},
+    },
+}
+ACCUMULATION = {"": 1, "acc2": 2, "acc4": 4}
+
+# Factors that make another run, which one process runs too.
+SAME: dict[str, dict[str, Overrides]] = {
+    "tied": {"": {}, "tied": {"model.args.tie_word_embeddings": "true"}},
+    "heads": {"": {}, "mha": {"model.args.num_key_value_heads": "8"}},
+    "clipping": {"": {"training.max_norm": "0.5"}, "no-clip": {"training.max_norm": "0"}},
+}
+COMPILED_RANKS = {"aot-eager": 2, "inductor": 1}  # a compilation takes each rank seconds, or half a minute
+
+Choice = dict[str, str]
+Pair = frozenset[tuple[str, str]]
+
+
+def values() -> dict[str, list[str]]:
+    """Every factor of the matrix and its values."""
+    return {"layout": list(LAYOUTS)} | {name: list(kinds) for name, kinds in (FACTORS | SAME).items()}
+
+
+def go_together(choice: Choice) -> bool:
+    """Whether the values chosen so far can stand in one row and each of them does something there."""
+    if "layout" in choice:
+        layout = LAYOUTS[choice["layout"]]
+        if layout.tp == 1 and any(choice.get(name) for name in ("sequence", "embedding", "loss")):
+            return False
+        if layout.dp == 1 and choice.get("reshard"):
+            return False
+        if layout.ranks > COMPILED_RANKS.get(choice.get("compile", ""), 8):
+            return False
+    of_ranks = ("sequence", "embedding", "loss", "reshard")
+    if choice.get("compile") == "inductor" and any(choice.get(name) for name in of_ranks):
+        return False  # it is crossed on one process only
+    return not (choice.get("embedding") and choice.get("tied"))
+
+
+def pairs_of(choice: Choice) -> set[Pair]:
+    return {frozenset(pair) for pair in combinations(choice.items(), 2)}
+
+
+def all_pairs() -> Iterator[Choice]:
+    """Every two values of different factors that go together."""
+    for (one, ones), (other, others) in combinations(values().items(), 2):
+        for a in ones:
+            for b in others:
+                if go_together({one: a, other: b}):
+                    yield {one: a, other: b}
+
+
+def _completed(pair: Choice, missing: set[Pair], dice: random.Random) -> Choice | None:
+    """The pair with a value for each other factor that goes with it: those that meet most missing pairs."""
+    choice = dict(pair)
+    names = [name for name in values() if name not in choice]
+    dice.shuffle(names)
+    for name in names:
+        fitting = [{**choice, name: value} for value in values()[name]]
+        fitting = [c for c in fitting if go_together(c)]
+        if not fitting:
+            return None
+        dice.shuffle(fitting)
+        choice = max(fitting, key=lambda c: len(pairs_of(c) & missing))
+    return choice
+
+
+@cache
+def choices() -> tuple[Choice, ...]:
+    """Values of all factors so that all pairs meet; the same ones on every call and machine."""
+    dice = random.Random(0)
+    pairs = list(all_pairs())
+    missing = {frozenset(pair.items()) for pair in pairs}
+    chosen = []
+    for pair in pairs:
+        if frozenset(pair.items()) in missing:
+            tries = [_completed(pair, missing, dice) for _ in range(20)]
+            best = max((c for c in tries if c), key=lambda c: len(pairs_of(c) & missing))
+            missing -= pairs_of(best)
+            chosen.append(best)
+    return tuple(chosen)
+
+
+def row_of(choice: Choice) -> Row:
+    layout = LAYOUTS[choice["layout"]]
+    overrides = layout.overrides(ACCUMULATION[choice.get("accumulation", "")])
+    same: Overrides = {}
+    for name in FACTORS:
+        overrides |= FACTORS[name][choice.get(name, "")]
+    for name in SAME:
+        same |= SAME[name][choice.get(name, "")]
+    words = [choice.get(name) for name in values()]
+    return Row(" ".join(word for word in words if word), layout.ranks, overrides, same)
+
+
+def _row(
+    layout: str, name: str = "", overrides: Overrides | None = None, same: Overrides | None = None
+) -> Row:
+    """The layout with its defaults and a few keys more."""
+    row = row_of({"layout": layout})
+    return row.with_(name, overrides, same) if name else row
+
+
+def _budget(share: str) -> Overrides:
+    mode = {"activation_checkpoint.mode": "memory_budget", "activation_checkpoint.memory_budget": share}
+    return _compiled("aot_eager") | mode
+
+
+def _with_batch(layout: str, name: str, degrees: Degrees, local: int, accumulation: int = 1) -> Row:
+    """A layout whose batch is not that of the other rows; one process takes it in one piece."""
+    batch = str(local * degrees.dp * accumulation)
+    overrides = degrees.overrides() | {"training.local_batch_size": str(local)}
+    same = {"training.global_batch_size": batch, "training.local_batch_size": batch}
+    return Row(f"{layout} {name}" if name else layout, degrees.ranks, overrides, same)
+
+
+NO_SEQUENCE = FACTORS["sequence"]["no-sp"]
+NO_EMBEDDING = FACTORS["embedding"]["no-ep"]
+NO_LOSS = FACTORS["loss"]["no-lp"]
+TIED = SAME["tied"]["tied"]
+OFFLOAD: Overrides = {"training.enable_cpu_offload": "true"}
+ADAM: Overrides = {"optimizer.name": "Adam"}
+VOCABULARY_265: Overrides = {"model.args.vocab_size": "265"}
+# A tokenizer of five characters: on more ranks than rows, the last have none at all.
+FIVE_IDS: Overrides = {
+    "model.hf_assets_path": str(Path(__file__).parent / "five_ids"),
+    "training.dataset_path": str(Path(__file__).parent / "five_ids" / "license.txt"),
+    "data.add_eos": "false",
+}
+WIDTH_91: Overrides = {"model.args.intermediate_size": "91"}
+LAYERS_3: Overrides = {"model.args.num_hidden_layers": "3"}
+TWO_OF_SIX: Overrides = {
+    "model.args.num_attention_heads": "6",
+    "model.args.num_key_value_heads": "2",
+    "model.args.head_dim": "10",
+}
+LENGTH_17: Overrides = {"training.seq_len": "17"}
+
+IN_FLOAT32 = tuple(
+    _row(layout, "float32", same=FLOAT32)
+    for layout, degrees in LAYOUTS.items()
+    if degrees.ranks <= 4 or layout == "hsdp2x2-tp2"
+)
+COMPILED_IN_FLOAT32 = tuple(
+    _row(layout, "inductor float32", _compiled("inductor"), FLOAT32) for layout in ("one", "dp2", "tp2")
+)
+OFFLOADED = (
+    *(_row(layout, "offload", OFFLOAD) for layout in ("one", "dp2", "ddp2", "tp2", "hsdp2x2")),
+    _row("dp2-tp2", "offload ac-full", OFFLOAD | FACTORS["checkpointing"]["ac-full"]),
+)
+BUDGETED = (
+    _row("one", "budget-0", _budget("0")),
+    _row("dp2", "budget-0.5", _budget("0.5")),
+    _row("tp2", "budget-0", _budget("0")),
+)
+ODD_SIZES = (
+    _with_batch("dp3", "", Degrees(shard=3), 2, 2),
+    _with_batch("ddp3", "", Degrees(replicate=3), 2),
+    _with_batch("dp5", "", Degrees(shard=5), 1),
+    _with_batch("dp7", "", Degrees(shard=7), 1, 2),
+    _with_batch("dp3-tp2", "", Degrees(shard=3, tp=2), 2),
+    _with_batch("hsdp2x3", "", Degrees(replicate=2, shard=3), 2),
+    _with_batch("one", "batch-1", Degrees(), 1),
+    _with_batch("tp2", "batch-1", Degrees(tp=2), 1),
+    _with_batch("dp2", "batch-1-each", Degrees(shard=2), 1),
+    _row("tp2", "vocabulary-265", same=VOCABULARY_265),
+    _row("tp4", "vocabulary-265 no-lp", NO_LOSS, VOCABULARY_265),
+    _row("dp4-tp2", "vocabulary-265 tied", same=VOCABULARY_265 | TIED),
+    _row("dp8", "five-ids", same=FIVE_IDS),
+    _row("tp2", "five-ids no-lp no-sp", NO_LOSS | NO_SEQUENCE, FIVE_IDS),
+    _row("tp2", "five-ids no-ep", NO_EMBEDDING, FIVE_IDS),
+    _row("dp4-tp2", "five-ids tied", same=FIVE_IDS | TIED),
+    _row("tp2", "width-91", same=WIDTH_91),
+    _row("dp2-tp4", "width-91", same=WIDTH_91),
+    _row("dp2-tp2", "layers-3 ac-2", FACTORS["checkpointing"]["ac-2"], LAYERS_3),
+    _row("dp4-tp2", "heads-6-2", same=TWO_OF_SIX),
+    _row("tp2", "length-17 no-sp", NO_SEQUENCE, LENGTH_17),
+    _row("dp2-tp2", "Adam", same=ADAM),
+)
+
+
+EXTRAS = (*BUDGETED, *OFFLOADED, *ODD_SIZES, *IN_FLOAT32, *COMPILED_IN_FLOAT32)
+
+
+def every_row() -> tuple[Row, ...]:
+    """All that `make parity` runs."""
+    return (*map(row_of, choices()), *EXTRAS)
+
+
+def quick_rows() -> tuple[Row, ...]:
+    """What `make test` runs: five layouts by each kind of checkpointing, and one row or two of the rest."""
+    crossed = [
+        {"layout": "dp2", "checkpointing": "ac-full", "reshard": "always", "accumulation": "acc2"},
+        {"layout": "dp2", "checkpointing": "ac-op", "reshard": "never", "implementation": "foreach"},
+        {"layout": "ddp2", "checkpointing": "ac-full", "accumulation": "acc4"},
+        {"layout": "ddp2", "checkpointing": "ac-op", "implementation": "for-loop", "tied": "tied"},
+        {"layout": "hsdp2x2", "checkpointing": "ac-full", "reshard": "never", "tied": "tied"},
+        {"layout": "hsdp2x2", "checkpointing": "ac-op", "accumulation": "acc2", "clipping": "no-clip"},
+        {"layout": "tp2", "checkpointing": "ac-full", "accumulation": "acc2", "heads": "mha"},
+        {
+            "layout": "tp2",
+            "checkpointing": "ac-op",
+            "sequence": "no-sp",
+            "embedding": "no-ep",
+            "loss": "no-lp",
+        },
+        {"layout": "dp2-tp2", "checkpointing": "ac-full", "accumulation": "acc2", "tied": "tied"},
+        {"layout": "dp2-tp2", "checkpointing": "ac-op", "sequence": "no-sp", "reshard": "never"},
+    ]
+    names = {
+        *(f"{layout} float32" for layout in ("dp2", "ddp2", "hsdp2x2", "tp2", "dp2-tp2")),
+        *(f"{layout} inductor float32" for layout in ("one", "dp2", "tp2")),
+        *("dp3", "dp2 offload", "one budget-0", "tp2 vocabulary-265", "dp4-tp2 vocabulary-265 tied"),
+        "dp2-tp2 layers-3 ac-2",
+    }
+    return (*map(row_of, crossed), *(row for row in EXTRAS if row.name in names))

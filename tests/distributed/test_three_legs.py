@@ -10,10 +10,15 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.harness import run_ranks
-from tests.distributed.layouts import DP2, DP2_TP2, ONE, Layout, Overrides
-from tests.distributed.test_layouts import train_in_rank
+from tests.distributed.layouts import FLOAT32, Overrides, Row, row_of
+from tests.distributed.runs import train_in_rank
 
+ONE, DP2, DP2_TP2 = (row_of({"layout": name}) for name in ("one", "dp2", "dp2-tp2"))
 LEGS: Overrides = {
+    **FLOAT32,
+    "training.local_batch_size": "2",
+    "training.global_batch_size": "8",
+    "training.seq_len": "32",
     "lr_scheduler.total_steps": "60",
     "checkpoint.enable": "true",
     "checkpoint.interval": "20",
@@ -27,7 +32,7 @@ LEGS: Overrides = {
 }
 
 
-def leg(layout: Layout, steps: int, folder: Path, token_cache: Path, **more: str) -> None:
+def leg(layout: Row, steps: int, folder: Path, token_cache: Path, **more: str) -> None:
     overrides = LEGS | {"training.steps": str(steps)} | {k.replace("__", "."): v for k, v in more.items()}
     train_in_rank_args = (layout.with_("leg", overrides), str(folder), str(token_cache))
     run_ranks(train_in_rank, layout.ranks, *train_in_rank_args, timeout=300)

@@ -1,0 +1,74 @@
+"""Muon: momentum whose update is made orthogonal, for matrices inside the layers (arXiv:2502.16982).
+
+The rule is that of `torch.optim.Muon`, extended to DTensors: momentum is kept in shards, and the update is
+gathered to the full matrix before it is made orthogonal, since that of a shard would be another update. Every
+rank orthogonalises every matrix and keeps its own part. The iteration, always in bfloat16 in torch, runs in
+the dtype of the run's computation: rounding it more coarsely would let layouts drift apart.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+AdjustLR = Literal["match_rms_adamw", "original"]
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration (kellerjordan.github.io/posts/muon)
+EPS = 1e-7
+
+
+def orthogonalize(matrix: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
+    """Return `matrix` with its singular values pushed towards 1 by Newton-Schulz iterations in `dtype`."""
+    a, b, c = COEFFICIENTS
+    wide = matrix.shape[0] <= matrix.shape[1]
+    x = matrix.to(dtype) if wide else matrix.to(dtype).T
+    x = x / x.norm().clamp(min=EPS)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x if wide else x.T
+
+
+def adjusted_lr(lr: float, adjust: AdjustLR, shape: Sequence[int]) -> float:
+    """Return the rate for a matrix of this full shape; `match_rms_adamw` makes AdamW's rates fit."""
+    rows, columns = shape
+    if adjust == "original":
+        return lr * math.sqrt(max(1, rows / columns))
+    return lr * 0.2 * math.sqrt(max(rows, columns))
+
+
+def muon(
+    parameters: Sequence[Any],
+    momenta: Sequence[Any],
+    *,
+    lr: float,
+    weight_decay: float,
+    momentum: float,
+    steps: int,
+    adjust: AdjustLR,
+    dtype: torch.dtype,
+) -> None:
+    """Update matrices, DTensors or not, and their momenta in place; every rank that shares one takes part."""
+    for parameter, buffer in zip(parameters, momenta, strict=True):
+        gradient = parameter.grad.to(buffer.dtype)
+        buffer.lerp_(gradient, 1 - momentum)
+        update: Any = gradient.lerp(buffer, momentum)  # Nesterov's
+        local = parameter
+        if isinstance(parameter, DTensor):
+            update, local = update.full_tensor(), parameter.to_local()
+        own = _own_part(orthogonalize(update, steps, dtype), parameter)
+        local.mul_(1 - lr * weight_decay)
+        local.add_(own, alpha=-adjusted_lr(lr, adjust, parameter.shape))
+
+
+def _own_part(full: Tensor, parameter: Tensor) -> Tensor:
+    """Return the part of `full` that this rank holds of the parameter."""
+    if not isinstance(parameter, DTensor):
+        return full
+    shape, offset = compute_local_shape_and_global_offset(
+        full.shape, parameter.device_mesh, parameter.placements
+    )
+    return full[tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))]

@@ -1,0 +1,111 @@
+"""Runs the whole layout matrix, prints its table and writes docs/parity.md: `make parity`."""
+
+import datetime
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from tests.distributed.layouts import Row, every_row
+from tests.distributed.runs import BOUNDS, TENSORS, Numbers, differences, record, too_large
+
+QUANTITIES = ("loss", "grad_norm", *TENSORS)
+PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
+HEAD = """# One run, any layout: the measured differences
+
+Made by `make parity`; do not edit. {date}, torch {torch}, Python {python}, {machine}, {cores} cores; {rows}
+rows in {minutes:.0f} minutes, {failed} above its bounds.
+
+Each row is a run of 10 steps on real text on {ranks} ranks (gloo), compared with the same run on one
+process with nothing turned on. The number is the largest relative difference: of the loss and of the
+gradient norm before clipping over all steps; by norm and parameter, of the gradients of step 1 (unclipped),
+and of the parameters and both moments after step 10, put together from the ranks' own pieces. In each row
+the SHA-256 of every step's tokens, `tokens_seen`, `samples_consumed` and the learning rate are equal, every
+rank has the same gradient norm to the bit, and so are copies of a tensor that several ranks hold.
+
+Bounds in float64: {float64}. In float32 (rows that say so): {float32}; there the order in which numbers are
+added moves them.
+
+What a row's words mean: dpN: FSDP over N ranks; ddpN: N replicas; hsdpRxS: R replicas of S shards; tpN:
+tensor parallelism; ac-full, ac-op, ac-2: activation checkpointing full, selective by operation, every
+second layer; budget-x: by memory budget; aot-eager, inductor: compiled by that backend; no-sp, no-ep,
+no-lp: without sequence, embedding, loss parallelism; always, never: `fsdp_reshard_after_forward`; accN: N
+micro-batches; foreach, for-loop: the optimizer's implementation (else fused); offload: parameters and
+moments offloaded to the CPU; tied: embedding and head are one; mha: as many key/value heads as query heads
+(else half of them); no-clip: no clipping (else to 0.5); the others name a size that does not divide evenly.
+Rows without such a word have the default.
+
+"""
+
+
+def compare(rows: Iterable[Row]) -> Iterable[tuple[Row, dict[str, float] | str, float]]:
+    """Each row with its differences, or with what was not equal to the bit, and the seconds that it took."""
+    references: dict[tuple[tuple[str, str], ...], Numbers] = {}
+    with tempfile.TemporaryDirectory(prefix="parity-") as name:
+        folder = Path(name)
+        for number, row in enumerate(rows):
+            key = tuple(sorted(row.same.items()))
+            if key not in references:
+                references[key] = record(row.reference(), folder / f"reference-{number}", folder / "tokens")
+            begin = time.perf_counter()
+            try:
+                found = differences(record(row, folder / f"row-{number}", folder / "tokens"), references[key])
+            except (AssertionError, RuntimeError, TimeoutError) as error:
+                yield row, str(error), time.perf_counter() - begin
+            else:
+                yield row, found, time.perf_counter() - begin
+
+
+def line(number: int, row: Row, found: dict[str, float] | str) -> tuple[str, bool]:
+    """The row's line of the table, and whether it is within its bounds."""
+    if isinstance(found, str):
+        return f"| {number} | {row} | {row.ranks} | **failed: {found.strip().splitlines()[-1]}** |", False
+    broken = too_large(row, found)
+    cells = [f"**{found[key]:.0e}**" if key in broken else f"{found[key]:.0e}" for key in QUANTITIES]
+    return f"| {number} | {row} | {row.ranks} | {' | '.join(cells)} |", not broken
+
+
+def bounds(dtype: str) -> str:
+    return ", ".join(f"{key.replace('_', ' ')} {value:.0e}" for key, value in BOUNDS[dtype].items())
+
+
+def main(words: list[str]) -> int:
+    """Run every row, or those whose name has one of `words` (then no page is written)."""
+    rows = [row for row in every_row() if not words or any(word in str(row) for word in words)]
+    begin, table, failed = time.perf_counter(), [], 0
+    for number, (row, found, seconds) in enumerate(compare(rows), start=1):
+        text, good = line(number, row, found)
+        table.append(text)
+        failed += not good
+        print(f"{text} {seconds:.0f} s", flush=True)
+        if isinstance(found, str):
+            print(found, flush=True)
+    head = HEAD.format(
+        date=datetime.datetime.now(tz=datetime.timezone.utc).date(),
+        torch=torch.__version__,
+        python=platform.python_version(),
+        machine=platform.machine(),
+        cores=len(os.sched_getaffinity(0)),
+        rows=len(rows),
+        minutes=(time.perf_counter() - begin) / 60,
+        failed=failed or "none",
+        ranks=f"1 to {max(row.ranks for row in rows)}",
+        float64=bounds("float64"),
+        float32=bounds("float32"),
+    )
+    titles = " | ".join(key.replace("_", " ") for key in QUANTITIES)
+    table = [f"| | row | ranks | {titles} |", "|---" * (3 + len(QUANTITIES)) + "|", *table]
+    if not words:
+        PAGE.write_text(head + "\n".join(table) + "\n", encoding="utf-8")
+        print(f"Written: {PAGE}")
+    print(f"{len(rows)} rows, {failed} above their bounds")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
