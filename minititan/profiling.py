@@ -40,10 +40,6 @@ class Profiler:
         snapshots: Path | None,
         say: Callable[[str], None],
     ) -> None:
-        if snapshots is not None and device.type != "cuda":
-            raise ConfigError(
-                "profiling.enable_memory_snapshot = true: needs a CUDA device; set it to false on a CPU"
-            )
         if traces is not None and warmup + active > freq:
             raise ConfigError(
                 f"profiling.profile_freq = {freq}: must be at least profiler_warmup + profiler_active "

@@ -87,6 +87,9 @@ def check_shards(config: Config, spec: registry.ModelSpec, model: nn.Module, lay
 def check_names(config: Config, model: nn.Module) -> None:
     """Raise ConfigError where a key names something outside of the config that is not there."""
     rules_of(dict(model.named_parameters()), **rule_settings(config))
+    if config.profiling.enable_memory_snapshot and not torch.cuda.is_available():
+        rule = "needs a CUDA device"
+        raise ConfigError(config.fault("profiling.enable_memory_snapshot", rule, "set it to false on a CPU"))
     if config.metrics.enable_wandb:
         check_wandb()
     name = config.compile.backend

@@ -287,10 +287,11 @@ class Trainer:
         step = newest if section.load_step < 0 else section.load_step
         if step is not None:
             state = self.load_from(step, model_only=False)  # raises where the step is not there
-            if newest is not None and step < newest and not section.load_only:
-                for name in self.checkpointer.set_newer_aside(step):
+            if newest is not None and self.steps_done < newest and not section.load_only:
+                for name in self.checkpointer.set_newer_aside(self.steps_done):
                     self.say(f"A newer checkpoint was moved aside: {self.checkpointer.folder / name}")
-            self.say(f"Resumed from step {step}, saved by {state['world_size']} processes")
+            anew = "" if self.steps_done == step else f"; steps are counted from {self.steps_done}"
+            self.say(f"Resumed from step {step}, saved by {state['world_size']} processes{anew}")
         elif section.initial_load_path:
             self.load_from(Path(section.initial_load_path).expanduser(), section.initial_load_model_only)
             self.say(f"Started from {section.initial_load_path}, at step {self.steps_done}")
@@ -343,7 +344,7 @@ def schedule_of(config: Config) -> dict[str, Any]:
 def completed_step(run: Run) -> int | None:
     """Return the step that the run would resume from, where nothing is left to do after it; else None."""
     section = run.config.checkpoint
-    if not section.enable:
+    if not section.enable or "train_state" in section.exclude_from_loading:
         return None
     step = section.load_step
     if step < 0:

@@ -236,6 +236,12 @@ BEFORE: dict[str, tuple[str, str, int, list[str]]] = {
         1,
         ['command line: optimizer.no_decay = ["*bias"]: must match a parameter\'s name; nearest: '],
     ),
+    "snapshots without a GPU": (
+        "",
+        "--profiling.enable_memory_snapshot",
+        1,
+        ["command line: profiling.enable_memory_snapshot = true: needs a CUDA device; set it to false on "],
+    ),
     "no such backend": (
         "",
         "--compile.enable --compile.backend indctor",

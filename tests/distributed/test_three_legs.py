@@ -89,6 +89,17 @@ def test_a_complete_run_changes_nothing(straight, token_cache):
     assert snapshot() == before
 
 
+def test_counting_anew_sets_the_old_steps_aside(straight, tmp_path, token_cache):
+    """Without its step count a loaded run begins at 0: what it saves must not hide behind the old step 20."""
+    leg(ONE, 20, tmp_path, token_cache)
+    anew = {"checkpoint__exclude_from_loading": "train_state", "checkpoint__interval": "5"}
+    leg(ONE, 10, tmp_path, token_cache, **anew)
+    folder = tmp_path / "out" / "checkpoint"
+    assert {path.name for path in folder.iterdir()} == {"abandoned-step-20-0", "step-5", "step-10"}
+    steps = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["samples_consumed"] for line in steps if "loss" in line] == list(range(168, 241, 8))
+
+
 def test_other_batch_sizes_and_workers_after_a_restart(straight, tmp_path, token_cache):
     """The stream of samples goes on without a gap or a repeat when the batch grows and workers load it."""
     leg(ONE, 20, tmp_path, token_cache)
