@@ -299,7 +299,7 @@ def test_model_args(tmp_path: Path) -> None:
     assert config.where("model.args.hidden_size") == "command line"
     assert config.fault("model.args.sizes", "r") == "run.toml: model.args.sizes = [1, 2]: r"
     assert config.fault("model.args.rope_scaling", "r").startswith(
-        "run.toml: model.args.rope_scaling = {factor = 8.0"
+        "run.toml and command line: model.args.rope_scaling = {factor = 8.0"
     )
     config = load(["--job.config_file", file, "--model.args.rope_scaling", "none"])
     assert config.model.args["rope_scaling"] == "none"
