@@ -279,6 +279,16 @@ IN_FLOAT32 = tuple(
     for layout, degrees in LAYOUTS.items()
     if degrees.ranks <= 4 or layout == "hsdp2x2-tp2"
 )
+# With the crossed rows of `quick_rows`: five layouts by no, full and selective checkpointing in both types.
+FIVE = ("dp2", "tp2", "dp2-tp2", "hsdp2x2", "ddp2")
+CHECKPOINTED = (
+    *(_row(layout, "float64") for layout in FIVE),
+    *(
+        _row(layout, f"float32 {kind}", FACTORS["checkpointing"][kind], FLOAT32)
+        for layout in FIVE
+        for kind in ("ac-full", "ac-op")
+    ),
+)
 COMPILED_IN_FLOAT32 = tuple(
     _row(layout, "inductor float32", _compiled("inductor"), FLOAT32) for layout in ("one", "dp2", "tp2")
 )
@@ -317,7 +327,7 @@ ODD_SIZES = (
 )
 
 
-EXTRAS = (*BUDGETED, *OFFLOADED, *ODD_SIZES, *IN_FLOAT32, *COMPILED_IN_FLOAT32)
+EXTRAS = (*BUDGETED, *OFFLOADED, *ODD_SIZES, *IN_FLOAT32, *CHECKPOINTED, *COMPILED_IN_FLOAT32)
 
 
 def every_row() -> tuple[Row, ...]:
@@ -346,7 +356,8 @@ def quick_rows() -> tuple[Row, ...]:
         {"layout": "dp2-tp2", "checkpointing": "ac-op", "sequence": "no-sp", "reshard": "never"},
     ]
     names = {
-        *(f"{layout} float32" for layout in ("dp2", "ddp2", "hsdp2x2", "tp2", "dp2-tp2")),
+        *(f"{layout} float32" for layout in FIVE),
+        *(row.name for row in CHECKPOINTED),
         *(f"{layout} inductor float32" for layout in ("one", "dp2", "tp2")),
         *("dp3", "dp2 offload", "one budget-0", "tp2 vocabulary-265", "dp4-tp2 vocabulary-265 tied"),
         "dp2-tp2 layers-3 ac-2",
