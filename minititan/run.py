@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from minititan import data, registry
-from minititan.checkpoint import check_checkpoint, check_step, check_writable, committed_steps
+from minititan.checkpoint.folder import check_checkpoint, check_step, check_writable, committed_steps
 from minititan.config import Config, ConfigError, Layout, validate
 from minititan.optimizer import ParamGroup, rules_of
 from minititan.parallelisms.fsdp import uneven_faults

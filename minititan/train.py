@@ -22,7 +22,9 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from minititan import build
-from minititan.checkpoint import Checkpointer, committed_steps, restore_rng, rng_tensors
+from minititan.checkpoint.checkpointer import Checkpointer
+from minititan.checkpoint.folder import committed_steps
+from minititan.checkpoint.rng import restore_rng, rng_tensors
 from minititan.config import Config, ConfigError, load
 from minititan.config.command_line import USAGE, asks_for_help
 from minititan.data import DataState

@@ -18,7 +18,7 @@ import tokenizers
 import torch.distributed as dist
 
 from minititan import distributed, report, run, train
-from minititan.checkpoint import check_writable
+from minititan.checkpoint.folder import check_writable
 from minititan.config import ConfigError
 from tests.distributed.harness import run_ranks
 

@@ -13,7 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from minititan.checkpoint import Checkpointer, check_writable, folder, restore_rng, rng_tensors
+from minititan.checkpoint import folder
+from minititan.checkpoint.checkpointer import Checkpointer
+from minititan.checkpoint.folder import check_writable
+from minititan.checkpoint.rng import restore_rng, rng_tensors
 from minititan.config import ConfigError
 from tests.distributed.harness import RankError, run_ranks
 

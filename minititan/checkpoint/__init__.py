@@ -3,19 +3,5 @@
 `DUMP/checkpoint/step-N/` is written aside under a temporary name, synced to disk and renamed last, so a
 folder with its final name is complete. Loading is strict, and checked before the first tensor is overwritten.
 Parameters are saved under their names with their global shapes, so any layout can read what any other wrote.
-`docs/checkpoint.md` describes the format.
+`docs/checkpoints.md` describes the format.
 """
-
-from minititan.checkpoint.checkpointer import Checkpointer
-from minititan.checkpoint.folder import check_checkpoint, check_step, check_writable, committed_steps
-from minititan.checkpoint.rng import restore_rng, rng_tensors
-
-__all__ = [
-    "Checkpointer",
-    "check_checkpoint",
-    "check_step",
-    "check_writable",
-    "committed_steps",
-    "restore_rng",
-    "rng_tensors",
-]

@@ -1,8 +1,8 @@
 """Every section and key of a run's TOML file, with its type, default and meaning: the manual.
 
 Names, types and defaults are those of TorchTitan 0.2.2; where a default differs or a key is our own, the text
-beside it says so. Sections on parallelism and execution are in `execution.py`, those of features
-still to come in `later.py`. `docs/config.md` is made from these files.
+beside it says so. Sections on parallelism and execution are in `execution.py`, the one on checkpoints in
+`checkpointing.py`, those of features still to come in `later.py`. `docs/config.md` is made from these files.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PrivateAttr
 from pydantic.fields import FieldInfo
 
+from minititan.config.checkpointing import Checkpoint
 from minititan.config.error import ConfigError, fault_line
 from minititan.config.execution import ActivationCheckpoint, Comm, Compile, Parallelism
 from minititan.config.fields import (
@@ -229,49 +230,6 @@ class Training(Section):
     gc_debug: bool = False
     """Report what the garbage collector finds; only false so far."""
     dataloader: DataLoader = DataLoader()
-
-
-class Checkpoint(Section):
-    """Saving, resuming and starting from checkpoints."""
-
-    enable: bool = False
-    """Save checkpoints, and resume from the newest one in the folder."""
-    enable_ft_dataloader_checkpoints: bool = True
-    """Of use only with `fault_tolerance.enable`."""
-    folder: Text = "checkpoint"
-    """Folder of the checkpoints, under `job.dump_folder`."""
-    interval: Positive = 500
-    """Steps from one checkpoint to the next; the last step is always saved."""
-    initial_load_path: OptionalText = None
-    """A `step-N` folder to start from where the run has no checkpoint of its own; unset or empty: none."""
-    initial_load_model_only: bool = True
-    """Take only the weights from `initial_load_path`; the run starts at step 0."""
-    initial_load_in_hf: bool = False
-    """`initial_load_path` is in the form of Hugging Face; only false so far."""
-    initial_load_in_hf_quantized: bool = False
-    """The same with quantised weights; only false so far."""
-    last_save_model_only: bool = False
-    """Save only the weights at the last step; the run can then not be continued. (TorchTitan: true.)"""
-    last_save_in_hf: bool = False
-    """Save the last step in the form of Hugging Face; only false so far."""
-    export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
-    """Type of the weights saved under `last_save_model_only`; only "float32" so far."""
-    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-    """Save in the background; only "disabled" so far."""
-    keep_latest_k: Natural = 10
-    """Checkpoints that are kept; 0: all."""
-    load_step: Annotated[int, Range(low=0, special=-1)] = -1
-    """Step to resume from; -1: the newest."""
-    exclude_from_loading: Annotated[
-        Strings, Choices(("model", "optimizer", "lr_scheduler", "dataloader", "train_state"))
-    ] = ()
-    """Parts that are not read from a checkpoint."""
-    enable_first_step_checkpoint: bool = False
-    """Save after step 1 too, to find out early that saving works."""
-    create_seed_checkpoint: bool = False
-    """Only false: every layout starts from the same weights without a seed checkpoint."""
-    load_only: bool = False
-    """Load, but save nothing."""
 
 
 class Experimental(Section):

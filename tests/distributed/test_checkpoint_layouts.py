@@ -17,7 +17,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from minititan.checkpoint import Checkpointer, restore_rng, rng_tensors
+from minititan.checkpoint.checkpointer import Checkpointer
+from minititan.checkpoint.rng import restore_rng, rng_tensors
 from minititan.config import ConfigError
 from minititan.optimizer import build_optimizer, optimizer_tensors
 from tests.distributed.harness import run_ranks
