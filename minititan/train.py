@@ -55,7 +55,9 @@ Batch = dict[str, Tensor]
 class Trainer:
     """A run in progress. From step to step change model, optimizer, loader, and the two counters."""
 
-    metrics: MetricsLogger  # made by `build`, once it is known at which step the run stands
+    # Set by `build`, once it is known at which step the run stands:
+    metrics: MetricsLogger
+    last_step: int
 
     def __init__(self, run: Run, place: Distributed) -> None:
         """Make the parts of a run at its start; every rank must call it."""
@@ -86,10 +88,29 @@ class Trainer:
         """Return a trainer that stands where the run's checkpoint left off, or at the start. Every rank."""
         trainer = cls(run, place)
         trainer.load_checkpoint()
+        trainer.last_step = trainer.find_last_step()
         trainer.metrics = build.metrics_of(
-            run, place, step=trainer.steps_done, tokens_seen=trainer.tokens_seen
+            run,
+            place,
+            step=trainer.steps_done,
+            last_step=trainer.last_step,
+            tokens_seen=trainer.tokens_seen,
         )
         return trainer
+
+    def find_last_step(self) -> int:
+        """Return the step that the run ends with: `training.steps`, or where data that is used once ends."""
+        steps = self.config.training.steps
+        if self.config.data.repeat:
+            return steps
+        end = self.steps_done + self.loader.steps_left()
+        if end == 0:
+            rule = f"the data has fewer samples than the {self.job.layout.global_batch_size} of one step"
+            raise ConfigError(self.config.fault("data.repeat", rule, "set it to true or give more text"))
+        if end < steps:
+            rule = f"the data is used up after step {end}: the run ends there"
+            self.say(self.config.fault("training.steps", rule, "data.repeat = true goes through it again"))
+        return min(end, steps)
 
     def say(self, line: str) -> None:
         if self.place.rank == 0:
@@ -202,12 +223,12 @@ class Trainer:
 
     def run(self) -> None:
         """Train to the last step; every rank must call it."""
-        steps, begin = self.config.training.steps, time.perf_counter()
+        begin = time.perf_counter()
         gc.disable()  # a collection at a random moment on one rank makes all ranks wait: all collect together
         batches = iter(self.loader)
         with build.profiler_of(self.job, self.place, self.metrics, self.steps_done) as profiler:
             first = self.steps_done + 1
-            while self.steps_done < steps:
+            while self.steps_done < self.last_step:
                 self.step(batches)
                 profiler.step()
                 if self.steps_done == first:
@@ -226,7 +247,7 @@ class Trainer:
 
     def validation_due(self, step: int) -> bool:
         section = self.config.validation
-        return section.enable and (step % section.freq == 0 or step == self.config.training.steps)
+        return section.enable and (step % section.freq == 0 or step == self.last_step)
 
     def validate(self) -> None:
         result = run_validation(self.model, self.validation_batches, self.device, self.meshes.dp_group)
@@ -245,7 +266,7 @@ class Trainer:
         if not section.enable or section.load_only:
             return False
         first = step == 1 and section.enable_first_step_checkpoint
-        return first or step % section.interval == 0 or step == self.config.training.steps
+        return first or step % section.interval == 0 or step == self.last_step
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Return the live tensors of a checkpoint by name, to be saved or loaded in place."""
@@ -259,8 +280,7 @@ class Trainer:
 
     def save_checkpoint(self) -> None:
         tensors = self.state_tensors()
-        last = self.steps_done == self.config.training.steps
-        if last and self.config.checkpoint.last_save_model_only:
+        if self.steps_done == self.last_step and self.config.checkpoint.last_save_model_only:
             tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
         model = self.config.model
         state = {
@@ -391,7 +411,7 @@ def train(config: Config) -> None:
     if place.rank == 0:
         write_config(run)
     parameters = sum(parameter.numel() for parameter in trainer.parameters.values())
-    trainer.say(opening_lines(run, place.device, parameters, trainer.steps_done))
+    trainer.say(opening_lines(run, place.device, parameters, trainer.steps_done, trainer.last_step))
     trainer.run()
     shutdown(place)
 
