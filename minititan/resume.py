@@ -53,7 +53,7 @@ class Checkpoints:
         )
 
     def due(self, step: int, last_step: int) -> bool:
-        """Whether this step of a run that ends with `last_step` is to be saved."""
+        """Whether this step, of a run that ends with `last_step`, is to be saved."""
         section = self.section
         if not section.enable or section.load_only:
             return False
@@ -68,7 +68,8 @@ class Checkpoints:
         state = optimizer_tensors(self.optimizer, self.parameters)
         return model | {f"optimizer.{name}": tensor for name, tensor in state.items()}
 
-    def save(self, progress: Progress, last_step: int) -> None:
+    def save(self, progress: Progress, *, last: bool) -> None:
+        """Save the run as it stands; `last`: at its end."""
         run, step = self.run, progress.steps_done
         state = {
             "train_state": {"tokens_seen": progress.tokens_seen},
@@ -80,7 +81,7 @@ class Checkpoints:
         begin = time.perf_counter()
         self.checkpointer.save(
             step,
-            self.tensors(model_only=step == last_step and self.section.last_save_model_only),
+            self.tensors(model_only=last and self.section.last_save_model_only),
             state,
             model={"name": model.name, "flavor": model.flavor, "args": dataclasses.asdict(run.args)},
             layout=dataclasses.asdict(run.layout),
