@@ -43,6 +43,13 @@ def newest(there: Checkpointer) -> int:
     return found.manifest.step
 
 
+def flip(path: Path) -> None:
+    """Flips a bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
 def seal_again(path: Path) -> None:
     """Makes the manifest agree with the files as they are now, as one who means harm would."""
     old = manifest.read(path)

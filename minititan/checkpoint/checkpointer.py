@@ -107,7 +107,7 @@ class Checkpointer:
             return [f"{path / COMMIT}: is of step {found.step}"]
         share = sorted(found.files)[rank() :: world_size()]
         faults = gather(manifest.file_faults(path, found, share, self._hashes))
-        return [line for lines in faults for line in lines] or Verified(path, found)
+        return sorted({line for lines in faults for line in lines}) or Verified(path, found)
 
     def save(
         self,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkpoints import flip
 from tests.distributed.harness import run_ranks
 from tests.distributed.layouts import Overrides
 from tests.distributed.runs import lines
@@ -59,9 +60,7 @@ def checkpoints(folder: Path) -> Path:
 def damage(folder: Path, step: int) -> Path:
     """Flips a bit in a shard of the step."""
     shard = next(checkpoints(folder).glob(f"step-{step}/*.distcp"))
-    data = bytearray(shard.read_bytes())
-    data[len(data) // 2] ^= 1
-    shard.write_bytes(data)
+    flip(shard)
     return shard
 
 
