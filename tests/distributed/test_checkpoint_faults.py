@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.checkpoint_tables import PAGE, fault_table
 from tests.distributed.faults import AT_REST, SAVING, Outcome, run_faults
 
 
@@ -22,3 +23,7 @@ def test_a_fault_costs_no_more_than_what_it_spoils(outcomes: dict[str, Outcome],
     if fault.name not in outcomes:
         pytest.skip("only root can make a small disk")
     assert outcomes[fault.name] == fault.expected
+
+
+def test_the_page_has_every_fault_as_it_must_be() -> None:
+    assert fault_table({fault.name: fault.expected for fault in (*SAVING, *AT_REST)}) in PAGE.read_text()
