@@ -15,13 +15,13 @@ LEVELS = [
     {"models", "distributed"},
     {"checkpoint", "data", "optimizer", "loss", "metrics", "sinks", "profiling", "registry", "parallelisms"}
     | {"gradients", "guard", "init", "loss_scale", "muon"},
-    {"train", "build", "run", "report", "validate", "generate", "plan"},
+    {"train", "build", "run", "report", "resume", "validate", "generate", "plan"},
     {"__main__"},
 ]
 LEVEL = {unit: level for level, units in enumerate(LEVELS) for unit in units}
 LONERS = {"config", "models"}  # import nothing of ours
 
-USED_LATE = ("datasets", "wandb", "tensorboard", "pyarrow", "zstandard", "transformers", "pandas", "IPython")
+USED_LATE = ("datasets", "wandb", "tensorboard", "pyarrow", "transformers", "pandas", "IPython")
 
 
 def imported_units(path: Path) -> set[str]:
