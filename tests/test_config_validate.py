@@ -204,8 +204,8 @@ def test_global_batch() -> None:
     assert faults_of(8, **batch, training__global_batch_size=6) == [
         f"training.global_batch_size = 6: {rule}; nearest: 12, or -1"
     ]
-    assert layout_of(8, **batch, training__global_batch_size=36).accumulation_steps == 3
-    assert layout_of(8, **batch).global_batch_size == 12
+    assert layout_of(8, **batch, training__global_batch_size=36).accumulation_steps(1) == 3
+    assert layout_of(8, **batch).batch_sizes.at(1) == 12
 
 
 def test_vocabulary() -> None:

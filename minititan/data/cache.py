@@ -84,7 +84,7 @@ def open_tokens(
             )
             raise ConfigError(fault(f"data.add_{kind}", f"the tokenizer names no {kind} token", way_out))
     source = resolve_source(dataset, dataset_path, split, section=section, fault=fault)
-    job = _Job(_cache_folder(cache_folder, fault), source, tokenizer, text_key, add_bos, add_eos)
+    job = _Job(resolve_cache(cache_folder, fault), source, tokenizer, text_key, add_bos, add_eos)
     with _cache_faults(job.cache, fault):
         return _find(job, job.source_key()) or _wait_or_prepare(job, fault, say, say_waiting or say)
 
@@ -100,7 +100,7 @@ def _cache_faults(cache: Path, fault: Fault) -> Iterator[None]:
         raise ConfigError(fault("data.cache_folder", rule, way_out)) from None
 
 
-def _cache_folder(given: str | None, fault: Fault) -> Path:
+def resolve_cache(given: str | None, fault: Fault) -> Path:
     if given:
         return Path(given).expanduser().absolute()
     try:

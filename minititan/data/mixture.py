@@ -1,17 +1,16 @@
 """Mixtures: which sample of which source stands at which place of the global stream.
 
-The stream of several sources is cut into blocks of BLOCK places. Each block holds a whole number of samples of
-each source, so that after any block every source has had its exact share to within one sample; inside a block
-a keyed permutation decides who comes when. A source's own samples come in the order of `order.py`, epoch after
-epoch. Everything is computed from the place alone: nothing is materialised, any place is reached at once.
-Weights may change at given places (stages); the blocks of a stage begin with it.
+The stream of several sources is cut into blocks of BLOCK places. Each block holds a whole number of samples
+of each source, so that after any block every source has had its exact share to within one sample; inside a
+block a keyed permutation decides who comes when. A source's own samples come one after the other in the order
+of `order.py`, epoch after epoch. Everything is computed from the place alone: nothing is materialised, any
+place is reached at once. Weights may change at given places (stages); the blocks of a stage begin with it.
 """
 
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
 from hashlib import blake2b
 
 import numpy as np
@@ -47,6 +46,9 @@ class Mixture:
         self._firsts = [sum(sizes[:i]) for i in range(len(sizes))]
         self._starts = [stage.start for stage in stages]
         self._bounds = [stage.bounds() for stage in stages]
+        self._blocks: dict[
+            tuple[int, int], tuple[np.ndarray, np.ndarray]
+        ] = {}  # the last that were asked for
         self._before = [np.zeros(len(sizes), dtype=np.int64)]  # samples of each source before a stage
         for number, stage in enumerate(stages[1:]):
             self._before.append(self._counts_in(number, stage.start))
@@ -62,8 +64,8 @@ class Mixture:
             for block in np.unique(blocks[blocks >= 0]).tolist():
                 here = blocks == block
                 inside = places[here] - self._starts[number] - block * BLOCK
-                sources, own = self._places_in(number, block, inside)
-                out[here] = self._numbered(sources, own)
+                sources, own = self._block(number, block)
+                out[here] = self._numbered(sources[inside], own[inside])
         return out
 
     def counts(self, place: int) -> list[int]:
@@ -85,24 +87,28 @@ class Mixture:
 
     def _counts_in(self, number: int, place: int) -> np.ndarray:
         block, inside = divmod(place - self._starts[number], BLOCK)
-        sources, _ = self._places_in(number, block, np.arange(inside))
         whole = self._before[number] + self._quotas(number, 0, block)
-        return whole + np.bincount(sources, minlength=len(self.sizes))
+        return whole + np.bincount(self._block(number, block)[0][:inside], minlength=len(self.sizes))
 
     def _quotas(self, number: int, begin: int, end: int) -> np.ndarray:
         """Samples of each source in the blocks [begin, end) of a stage."""
-        upto = [[round_half_up(bound * BLOCK * block) for bound in self._bounds[number]] for block in (begin, end)]
+        upto = [
+            [round_half_up(bound * BLOCK * block) for bound in self._bounds[number]] for block in (begin, end)
+        ]
         return np.diff(np.array(upto[1]) - np.array(upto[0]), prepend=0)
 
-    def _places_in(self, number: int, block: int, inside: Indices) -> tuple[np.ndarray, np.ndarray]:
-        """The source at each place inside a block, and which of its own samples, counted over epochs."""
-        quotas = self._quotas(number, block, block + 1)
-        key = _block_key(self._seed, self._starts[number] + block * BLOCK)
-        ranked = permute(inside, BLOCK, key) if len(inside) else inside
-        ends = np.cumsum(quotas)
-        sources = np.searchsorted(ends, ranked, side="right")
-        before = self._before[number] + self._quotas(number, 0, block)
-        return sources, before[sources] + ranked - (ends - quotas)[sources]
+    def _block(self, number: int, block: int) -> tuple[np.ndarray, np.ndarray]:
+        """For each place [BLOCK] of a block its source, and which of the source's own samples it takes."""
+        if (number, block) not in self._blocks:
+            key = _block_key(self._seed, self._starts[number] + block * BLOCK)
+            ranked = permute(np.arange(BLOCK), BLOCK, key)
+            sources = np.searchsorted(np.cumsum(self._quotas(number, block, block + 1)), ranked, side="right")
+            own = np.empty(BLOCK, dtype=np.int64)
+            before = self._before[number] + self._quotas(number, 0, block)
+            for source in np.unique(sources).tolist():
+                own[sources == source] = before[source] + np.arange(np.count_nonzero(sources == source))
+            self._blocks = dict(list(self._blocks.items())[-3:]) | {(number, block): (sources, own)}
+        return self._blocks[number, block]
 
     def _numbered(self, sources: np.ndarray, own: np.ndarray) -> np.ndarray:
         out = np.empty_like(own)
@@ -116,7 +122,6 @@ def round_half_up(number: Fraction) -> int:
     return (2 * number.numerator + number.denominator) // (2 * number.denominator)
 
 
-@lru_cache(maxsize=64)
 def _block_key(seed: int, start: int) -> np.ndarray:
     text = f"minititan order {ORDER_VERSION} seed {seed} block {start}"
     digest = blake2b(text.encode(), digest_size=8 * ROUNDS).digest()

@@ -29,7 +29,9 @@ class Packing:
         self.folder = folder
         about = json.loads((folder / MANIFEST).read_bytes())
         self.pairs: int = about["pairs"]
-        self._pieces = np.memmap(folder / "pieces.bin", "<i8", "r", shape=(about["pieces"], 2))  # begin, pairs
+        self._pieces = np.memmap(
+            folder / "pieces.bin", "<i8", "r", shape=(about["pieces"], 2)
+        )  # begin, pairs
         self._ends = np.memmap(folder / "ends.bin", "<i8", "r", shape=(about["rows"],))  # of pieces, a row
 
     def __len__(self) -> int:
@@ -49,7 +51,7 @@ def open_packing(tokens: Tokens, seq_len: int, cache: Path, say: Callable[[str],
 
     Any number of processes may call it at once: one makes it.
     """
-    folder = cache / "packed" / f"{tokens.fingerprint[:32]}-{seq_len}-{VERSION}"
+    folder = cache / "packings" / f"{tokens.fingerprint[:32]}-{seq_len}-{VERSION}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with locked(folder.with_suffix(".lock"), lambda: say(f"waiting for the packing of {tokens.label}")):
         if not folder.is_dir():

@@ -5,15 +5,16 @@ windows of the running text, whatever documents it crosses; one document a row; 
 documents (`packing.py`). Number and content of a row depend on the tokens and T alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from minititan.data.packing import Packing
+from minititan.data.packing import Packing, open_packing
 from minititan.data.shards import Tokens
 
 IGNORED_LABEL = -100
@@ -58,7 +59,7 @@ class Samples(Protocol):
 class Windows:
     """Sample k: the T + 1 tokens from k T on. Raises ConfigError for less than one.
 
-    Documents are told apart with `boundaries` only; `skip_first_labels` takes the label away that is the first
+    Documents are told apart with `boundaries` only; `skip_first_labels` takes labels away that are the first
     token of a document.
     """
 
@@ -94,7 +95,9 @@ class Documents:
 
     def read(self, k: int, rows: Rows, row: int) -> None:
         begins, ends = self.tokens.documents(k, 1)
-        _read_piece(self.tokens, rows, row, 0, int(begins[0]), min(int(ends[0] - begins[0]) - 1, self._seq_len))
+        _read_piece(
+            self.tokens, rows, row, 0, int(begins[0]), min(int(ends[0] - begins[0]) - 1, self._seq_len)
+        )
 
 
 class Packed:
@@ -113,7 +116,7 @@ class Packed:
 
 
 def _read_piece(tokens: Tokens, rows: Rows, row: int, at: int, begin: int, pairs: int) -> int:
-    """Writes `pairs` tokens from `begin` on and their labels to the row from `at` on; returns where it ends."""
+    """Writes `pairs` tokens from `begin` on, and their labels, to the row from `at` on; returns the end."""
     end = at + pairs
     tokens.read(begin, begin + pairs, rows.tokens[row, at:end])
     tokens.read(begin + 1, begin + pairs + 1, rows.labels[row, at:end])
@@ -121,11 +124,32 @@ def _read_piece(tokens: Tokens, rows: Rows, row: int, at: int, begin: int, pairs
     return end
 
 
-class SampleRows(Dataset[Batch]):
-    """Micro-batches by numbers of samples that run through all sources; NO_SAMPLE gives a row without labels.
+def build_samples(
+    tokens: Tokens,
+    kind: str,
+    seq_len: int,
+    *,
+    cache: Path,
+    document_mask: bool,
+    predict_first_token: bool,
+    say: Callable[[str], None],
+) -> Samples:
+    """The samples of `tokens` by `kind`: "window", "pack" (packed first where `cache` has no packing), "pad".
 
-    `tokens` and `labels` [B, T]; with `document_mask` also `document_ids` and `positions`, which let attention
-    stay inside documents.
+    Raises ConfigError where there is none.
+    """
+    if kind == "window":
+        return Windows(tokens, seq_len, boundaries=document_mask, skip_first_labels=not predict_first_token)
+    if kind == "pad":
+        return Documents(tokens, seq_len)
+    return Packed(tokens, open_packing(tokens, seq_len, cache, say))
+
+
+class SampleRows(Dataset[Batch]):
+    """Micro-batches by samples' numbers, through all sources; NO_SAMPLE gives a row without labels.
+
+    `tokens` and `labels` [B, T]; with `document_mask` also `document_ids` and `positions`, which let
+    attention stay inside documents.
     """
 
     def __init__(self, sources: Sequence[Samples], seq_len: int, document_mask: bool) -> None:
