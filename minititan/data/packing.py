@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from minititan.config import ConfigError
 from minititan.data.cache import locked
 from minititan.data.shards import Tokens, sync
 
@@ -58,7 +59,9 @@ def open_packing(tokens: Tokens, seq_len: int, cache: Path, say: Callable[[str],
             aside = folder.with_suffix(".tmp")
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir()
-            write_packing(tokens, seq_len, aside)
+            if not write_packing(tokens, seq_len, aside):
+                rule = "no document has two tokens, which a token and its label are"
+                raise ConfigError(f"{tokens.label}: {rule}; give longer documents")
             aside.rename(folder)
             packing = Packing(folder)
             share = packing.pairs / (len(packing) * seq_len)
@@ -66,8 +69,11 @@ def open_packing(tokens: Tokens, seq_len: int, cache: Path, say: Callable[[str],
     return Packing(folder)
 
 
-def write_packing(tokens: Tokens, seq_len: int, folder: Path) -> None:
-    """Packs all documents; `folder` then holds the pieces of all rows, row by row, and where rows end."""
+def write_packing(tokens: Tokens, seq_len: int, folder: Path) -> int:
+    """Packs all documents; `folder` then holds the pieces of all rows, row by row, and where rows end.
+
+    Returns how many rows these are.
+    """
     counts = {"rows": 0, "pieces": 0, "pairs": 0}
     hashes = {"pieces": sha256(), "ends": sha256()}
     with (folder / "pieces.bin").open("wb") as pieces_file, (folder / "ends.bin").open("wb") as ends_file:
@@ -86,10 +92,12 @@ def write_packing(tokens: Tokens, seq_len: int, folder: Path) -> None:
             counts["pairs"] += int(pieces[:, 1].sum())
         sync(pieces_file)
         sync(ends_file)
-    about = counts | {name: digest.hexdigest() for name, digest in hashes.items()}
+    about = {"version": VERSION, "seq_len": seq_len, "tokens": tokens.fingerprint, **counts}
+    about["sha256"] = {name: digest.hexdigest() for name, digest in hashes.items()}
     with (folder / MANIFEST).open("w") as file:
-        json.dump({"version": VERSION, "seq_len": seq_len, "tokens": tokens.fingerprint} | about, file)
+        json.dump(about, file)
         sync(file)
+    return counts["rows"]
 
 
 def pack(begins: np.ndarray, ends: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
@@ -101,8 +109,7 @@ def pack(begins: np.ndarray, ends: np.ndarray, seq_len: int) -> tuple[np.ndarray
     whole, rest = pairs // seq_len, pairs % seq_len
     within = np.arange(whole.sum()) - np.repeat(np.cumsum(whole) - whole, whole)
     full = np.repeat(begins, whole) + within * seq_len  # a row each
-    order = np.argsort(-rest, kind="stable")
-    order = order[: np.count_nonzero(rest)]
+    order = np.argsort(-rest, kind="stable")[: np.count_nonzero(rest)]
     rows = best_fit(rest[order].tolist(), seq_len)
     by_row = np.argsort(rows, kind="stable")
     rest_begins = (begins + whole * seq_len)[order]
