@@ -5,12 +5,14 @@ reference is the stream of one process, which knows of none of this.
 """
 
 import random
+import re
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 
+from minititan.config import ConfigError
 from minititan.config.batches import BatchSizes
 from minititan.data import DataState, Tokens, TrainLoader, build_train_loader
 from minititan.data.mixture import Mixture, Stage
@@ -122,11 +124,12 @@ def check(case: Case, samples: dict[str, Samples], rows_of) -> None:
         assert DataState.from_json(text).samples_consumed == case.place(step)
 
 
-def test_a_thousand_runs_take_the_stream_of_one_process(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.slow)])
+def test_many_runs_take_the_stream_of_one_process(count: int, monkeypatch: pytest.MonkeyPatch):
     """The index stream, in the process: epochs, mixtures, stages, legs, growing and shrinking batches."""
     monkeypatch.setattr("minititan.data.loader.SAMPLES_AHEAD", 100)
     rng = random.Random(1)
-    for _ in range(1000):
+    for _ in range(count):
         sizes = tuple(rng.choice([30, 40, 100, 10**6]) for _ in range(rng.randint(1, 3)))
         firsts = np.cumsum((0, *sizes))
 
@@ -164,3 +167,71 @@ def test_twenty_runs_with_workers_and_files(streams, sources):
     for _ in range(20):
         case = random_case(rng, tuple(map(len, sources.values())), workers=True)
         check(case, sources, lambda numbers: torch.from_numpy(rows[numbers].astype(np.int64)))
+
+
+def loader_of(sources: dict[str, Samples], *stages: tuple[int, tuple[str, ...]], **more) -> TrainLoader:
+    options = {"kind": "window", "seq_len": T, "seed": 5, "batch_sizes": BatchSizes(((1, 4),))} | more
+    weights = stages or ((1, ("1",) * len(sources)),)
+    return build_train_loader(sources, micro_batch_size=4, dp_rank=0, dp_degree=1, stages=weights, **options)
+
+
+def taken(loader: TrainLoader, steps: int) -> DataState:
+    iterator = iter(loader)
+    for _ in range(steps):
+        next(iterator)
+    return loader.state()
+
+
+AFRESH = r'or set checkpoint\.exclude_from_loading = \["dataloader"\]'
+
+
+def test_other_sources_weights_and_ways_of_cutting_are_refused(sources):
+    saved = taken(loader_of(sources, (1, ("1", "2")), (4, ("1", "1"))), 5)
+    assert saved.stages == ((0, ("1", "2")), (12, ("1", "1")))
+    one = {"s1": sources["s1"]}
+    swapped = {"s0": sources["s1"], "s1": sources["s0"]}
+    for loader, message in (
+        (
+            loader_of(sources, (1, ("1", "3")), (4, ("1", "1"))),
+            "data.sources: the weights up to step 5 are not",
+        ),
+        (loader_of(sources, (1, ("1", "2"))), "the weights up to step 5 are not those of"),
+        (
+            loader_of(sources, (1, ("1", "2")), (4, ("1", "1")), (5, ("2", "1"))),
+            r"data.stages: step 5 has been taken with other weights; set it to 6 or more",
+        ),
+        (
+            loader_of(one),
+            "data.sources: the run to be resumed has the sources s0, s1; give these in this order",
+        ),
+        (loader_of(swapped, (1, ("1", "2")), (4, ("1", "1"))), r"numbers: gives other tokens \(fingerprint"),
+        (
+            loader_of(sources, (1, ("1", "2")), (4, ("1", "1")), kind="pack"),
+            "data.samples: the run to be resumed has window; set data.samples = window",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=message) as error:
+            loader.resume(saved, 5)
+        assert all(re.search(AFRESH, fault) for fault in error.value.faults)
+
+
+def test_weights_may_change_from_the_next_step_on(sources):
+    saved = taken(loader_of(sources, (1, ("1", "2"))), 5)
+    loader = loader_of(sources, (1, ("1", "2")), (6, ("0", "1")))
+    loader.resume(saved, 5)
+    assert {name: count for name, (count, _) in loader.consumed().items()}["s0"] > 0
+    before = loader.consumed()
+    after = taken(loader, 3)
+    assert after.stages == ((0, ("1", "2")), (20, ("0", "1")))
+    assert loader.consumed()["s0"] == before["s0"] and loader.consumed()["s1"][0] == before["s1"][0] + 12
+
+
+def test_the_end_is_where_the_first_source_is_used_up(sources):
+    loader = loader_of(sources, (1, ("1", "1")))
+    steps = loader.steps_left()
+    assert sum(count for count, _ in loader.consumed().values()) == 0
+    taken(loader, steps)
+    assert max(epochs for _, epochs in loader.consumed().values()) <= 1
+    taken(loader, 1)
+    assert max(epochs for _, epochs in loader.consumed().values()) > 1
+    assert loader_of(sources, batch_sizes=BatchSizes(((1, 4), (3, 1000)))).steps_left() == 2

@@ -15,7 +15,6 @@ Overrides = dict[str, str]
 
 # The run that every row changes: real text, small enough for 10 steps in about a second.
 BASE: Overrides = {
-    "training.dataset": "stdlib",
     "training.steps": "10",
     "training.seq_len": "16",
     "training.local_batch_size": "32",
