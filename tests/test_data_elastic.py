@@ -6,6 +6,7 @@ reference is the stream of one process, which knows of none of this.
 
 import random
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -86,7 +87,7 @@ def random_case(rng: random.Random, sizes: tuple[int, ...], workers: bool = Fals
     return Case(sizes, tuple(zip(starts, weights, strict=True)), batches, tuple(legs), rng.randrange(100))
 
 
-def loaders_of(case: Case, leg: Leg, samples: dict[str, Samples]) -> list[TrainLoader]:
+def loaders_of(case: Case, leg: Leg, samples: Mapping[str, Any]) -> list[TrainLoader]:
     return [
         build_train_loader(
             samples,
@@ -104,7 +105,7 @@ def loaders_of(case: Case, leg: Leg, samples: dict[str, Samples]) -> list[TrainL
     ]
 
 
-def check(case: Case, samples: dict[str, Samples], rows_of) -> None:
+def check(case: Case, samples: Mapping[str, Any], rows_of) -> None:
     """Take every leg's steps and compare each global batch, rank after rank, with the stream."""
     expected, step, text = case.stream(), 0, None
     for leg in case.legs:
