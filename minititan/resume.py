@@ -142,7 +142,10 @@ class Checkpoints:
             progress = Progress(source.manifest.step, state["train_state"]["tokens_seen"])
             self.guard.restore(state.get("guard", self.guard.state()))
         if "dataloader" in state:
-            self.loader.resume(DataState.from_json(json.dumps(state["dataloader"])), self.run.config.fault)
+            saved = DataState.from_json(json.dumps(state["dataloader"]))
+            self.loader.resume(saved, progress.steps_done, self.run.config.fault)
+        else:
+            self.loader.begin_at(progress.steps_done)
         return progress
 
     def note_changes(self, source: Verified, state: Mapping[str, Any]) -> None:
