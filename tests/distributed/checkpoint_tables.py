@@ -6,7 +6,8 @@ import tempfile
 from pathlib import Path
 
 from tests.checkpoints import found_flips
-from tests.distributed.faults import AT_REST, KILLED, SAVING, Outcome, run_faults
+from tests.distributed.fault_runs import run_faults
+from tests.distributed.faults import AT_REST, KILLED, SAVING, Outcome
 from tests.distributed.kills import Killed, kill_saves
 from tests.distributed.reshard import SIX, reshard_all
 
@@ -61,13 +62,16 @@ def main() -> int:
         root = Path(name)
         os.chmod(root, 0o755)  # one fault is met by a user without rights
         outcomes = run_faults(root)
+        expected = {fault.name: fault.expected for fault in (*SAVING, *AT_REST)}
+        if left_out := expected.keys() - outcomes.keys():
+            print(f"nothing is written: this user has no right to make happen: {', '.join(left_out)}")
+            return 1
         killed = kill_saves(root / "kills", KILLS)
         flips = found_flips(root / "flips", FLIPS)
         found = reshard_all(root / "layouts", root / "tokens")
     text = PAGE.read_text(encoding="utf-8")
     head, _, rest = text.partition(BEGIN)
     PAGE.write_text(head + section(outcomes, killed, flips, found) + rest.partition(END)[2], encoding="utf-8")
-    expected = {fault.name: fault.expected for fault in (*SAVING, *AT_REST)}
     wrong = [name for name, outcome in outcomes.items() if outcome != expected[name]]
     wrong += [f"{before} to {after}" for (before, after), what in found.items() if what]
     print(
