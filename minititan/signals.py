@@ -1,7 +1,7 @@
 """Signals that ask a run to stop, SIGTERM and SIGUSR1: the first is a request, a second ends the process.
 
 A thread waits for them, since Python's own handlers run between two instructions of the main thread, which
-may be in a collective or a compiler for minutes. All other threads block them, and with them the processes that
+may be in a collective or a compiler for minutes. All other threads block them, and so do the processes that
 they start (workers of a data loader, compilers): these have to go on until the run has saved.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-# A batch system that signals every process of a job and torchrun that passes its signal on ask once, not twice.
+# A batch system that signals every process of a job, and torchrun that passes its own on, ask only once.
 SAME_REQUEST_SECONDS = 1.0
 _ENDED = 128  # a shell's exit code for a process that a signal ended is this and the signal's number
 
