@@ -60,6 +60,13 @@ class RunStatus:
             known = isinstance(error, ConfigError)
             self.write("failed", str(error) if known else f"{type(error).__name__}: {error}")
 
+    def finished_before(self, folders: Mapping[str, Path], step: int) -> None:
+        """Correct what a run has left that was ended after its last save, before it could write the file."""
+        if read_status(next(iter(folders.values()))).get("state", "finished") != "finished":
+            self.take(folders)
+            self.step = step
+            self.write("finished", "nothing was left to do")
+
     def ended_at_once(self, signal_name: str) -> None:
         """Write that a second signal ends the run."""
         if self._locks:

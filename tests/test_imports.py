@@ -14,8 +14,8 @@ LEVELS = [
     {"config"},
     {"models", "distributed", "faults", "run_status", "signals"},
     {"checkpoint", "data", "optimizer", "loss", "metrics", "sinks", "profiling", "registry", "parallelisms"}
-    | {"gradients", "guard", "init", "loss_scale", "muon"},
-    {"train", "build", "run", "report", "resume", "validate", "generate", "plan"},
+    | {"gradients", "guard", "init", "loss_scale", "muon", "step_requests"},
+    {"train", "build", "run", "report", "resume", "saving", "validate", "generate", "plan"},
     {"__main__"},
 ]
 LEVEL = {unit: level for level, units in enumerate(LEVELS) for unit in units}

@@ -17,6 +17,7 @@ OTHER_OPTIMIZER = (
     'use the optimizer that it was saved with, or checkpoint.exclude_from_loading = ["optimizer"]'
 )
 _NAMES_SHOWN = 5
+_RECORD_BYTES = 2048  # of a tensor beside its values, in a shard and in the metadata; about
 
 
 def section(key: str) -> str:
@@ -92,3 +93,9 @@ def _way_out(missing: Iterable[str], saved: Iterable[str]) -> str:
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def space(tensors: Mapping[str, Tensor]) -> tuple[str, int]:
+    """The bytes that these tensors, whole, take on the disk, under a name that depends on their keys."""
+    needed = sum(tensor.numel() * tensor.itemsize + _RECORD_BYTES for tensor in tensors.values())
+    return f"{min(tensors, default='')} and {len(tensors)} more", needed
