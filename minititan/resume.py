@@ -60,11 +60,11 @@ class Checkpoints:
         return model | {f"optimizer.{name}": tensor for name, tensor in state.items()}
 
     def to_save(
-        self, progress: Progress, *, whole: bool, validation_loss: float | None
+        self, progress: Progress, *, last: bool, validation_loss: float | None
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return what `Checkpointer.save` takes after the step: live tensors, and all else by keyword.
 
-        `whole`: not the model alone. `validation_loss`: of the validation at this step, if there was one.
+        `last`: at the end of the run. `validation_loss`: of the validation at this step, if there was one.
         """
         config = self.run.config
         state = {
@@ -74,7 +74,7 @@ class Checkpoints:
             "lr_scheduler": schedule_of(config),
         }
         args = dataclasses.asdict(self.run.args)
-        return self.tensors(model_only=not whole), {
+        return self.tensors(model_only=last and self.section.last_save_model_only), {
             "train_state": state,
             "model": {"name": config.model.name, "flavor": config.model.flavor, "args": args},
             "layout": dataclasses.asdict(self.run.layout),

@@ -49,11 +49,11 @@ class Saves:
         return self.enabled and (asked or first or regular)
 
     def save(
-        self, progress: Progress, *, whole: bool, final: bool, validation_loss: float | None = None
+        self, progress: Progress, *, last: bool, stopping: bool, validation_loss: float | None = None
     ) -> None:
-        """Save a step; a `final` one is saved when this returns. `whole`: not the model alone.
+        """Save a step; the `last` of the run, or of one that is `stopping`, is saved when this returns.
 
-        Raises ConfigError on all ranks alike: of the final save, and where no more failures are allowed.
+        Raises ConfigError on all ranks alike: of that save, and where no more failures are allowed.
         """
         step = progress.steps_done
         if self._background is not None and self._background.in_flight:
@@ -61,10 +61,10 @@ class Saves:
         self.finish()
         self._last_save = self._clock()
         loss = validation_loss if validation_loss is not None and math.isfinite(validation_loss) else None
-        tensors, of = self._checkpoints.to_save(progress, whole=whole, validation_loss=loss)
+        tensors, of = self._checkpoints.to_save(progress, last=last, validation_loss=loss)
         begin = time.perf_counter()
-        if self._background is None or final:
-            with self._failure_counts(final):
+        if self._background is None or last or stopping:
+            with self._failure_counts(final=last or stopping):
                 self._checkpoints.checkpointer.save(step, tensors, **of)
                 self._failures = 0
                 self._say(f"Saved step {step} in {time.perf_counter() - begin:.1f} s")

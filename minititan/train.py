@@ -90,8 +90,13 @@ class Trainer:
         stop: StopSignals | None = None,
         status: RunStatus | None = None,
     ) -> "Trainer":
-        """Return a trainer that stands where the run's checkpoint left off, or at the start. Every rank."""
+        """Return a trainer that stands where the run's checkpoint left off, or at the start. Every rank.
+
+        It answers to `stop`; with `status` no other run may be in its folders.
+        """
         trainer = cls(run, place, stop or StopSignals(), status or RunStatus())
+        if status is not None:
+            take_folders(run, status)
         progress = trainer.checkpoints.load()
         trainer.steps_done, trainer.tokens_seen = progress.steps_done, progress.tokens_seen
         trainer.tell_status()
@@ -267,18 +272,17 @@ class Trainer:
     def after_step(self) -> None:
         """Validate and save where the step just done asks for it."""
         step, stop, loss = self.steps_done, self.requests.stop, None
-        final = step == self.last_step or stop is not None
-        if stop and step < self.last_step:
+        last, stopping = step == self.last_step, stop is not None
+        if stopping and not last:
             self.say(f"{stop}: the run stops after step {step}; a second signal ends it at once")
         if self.requests.save_has_failed:
             self.saves.finish()
         with self.metrics.paused():
             if self.validation_due(step):
                 loss = self.validate()
-            if self.saves.due(step, self.last_step, asked=self.requests.save or final):
-                whole = step < self.last_step or not self.config.checkpoint.last_save_model_only
+            if self.saves.due(step, self.last_step, self.requests.save or stopping):
                 progress = Progress(step, self.tokens_seen)
-                self.saves.save(progress, whole=whole, final=final, validation_loss=loss)
+                self.saves.save(progress, last=last, stopping=stopping, validation_loss=loss)
                 self.tell_status()
 
     def validation_due(self, step: int) -> bool:
@@ -343,7 +347,6 @@ def train(config: Config, stop: StopSignals, status: RunStatus) -> int:
         trace_buffer=comm.trace_buf_size,
         trace_prefix=run.folder / comm.save_traces_folder / comm.save_traces_file_prefix,
     )
-    take_folders(run, status)
     trainer = Trainer.build(run, place, stop, status)
     if place.rank == 0:
         write_config(run)
