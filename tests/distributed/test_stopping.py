@@ -194,3 +194,83 @@ def test_a_whole_process_group_with_workers_is_signalled(tmp_path, token_cache):
     status = read_status(tmp_path / "out")
     assert (status["state"], status["pid"]) == ("preempted", process.pid)
     assert (tmp_path / "out" / "checkpoint" / f"step-{status['step']}").exists()
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from minititan.run_status import RunStatus
+status = RunStatus()
+status.take({"job.dump_folder": Path(sys.argv[1])})
+status.write("running", "the first")
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def refused(rank: int, world: int, folder: Path, cache: Path) -> tuple[Any, str]:
+    from minititan.signals import StopSignals
+
+    # Nobody ends rank 1 here, as torchrun would.
+    setattr(StopSignals, "wait_to_be_ended", lambda self, seconds: None)  # noqa: B010
+    with contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            return main_in_rank(rank, folder, cache, degrees(2))
+        except SystemExit as ended:
+            return ended.code, err.getvalue()
+
+
+def test_a_second_job_is_refused_on_all_ranks_and_disturbs_nothing(tmp_path, token_cache):
+    out = tmp_path / "out"
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(out)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout is not None and holder.stdout.readline() == "ready\n"
+        before = sorted(os.listdir(out))
+        for code, err in run_ranks(refused, 2, tmp_path, token_cache):
+            assert code == 2
+            assert f'job.dump_folder = "{out}": another run is in it (process {holder.pid} on ' in err
+        assert sorted(os.listdir(out)) == before
+        assert read_status(out)["reason"] == "the first"
+    finally:
+        holder.kill()
+        holder.communicate()
+    code, _ = run_ranks(plain_run, 1, tmp_path, token_cache)[0]
+    assert code == 0
+
+
+def launched(folder: Path, cache: Path, keys: Overrides, *options: str) -> subprocess.Popen[str]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = arguments(KEYS | degrees(2) | {"data.cache_folder": str(cache)} | keys, folder)
+    return subprocess.Popen(
+        [*torchrun, *options, "-m", "minititan.train", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_torchrun_passes_a_signal_on_and_hides_the_exit_code(tmp_path, token_cache):
+    keys = {"training.steps": "100000", "checkpoint.interval": "5"}
+    process = launched(tmp_path, token_cache, keys, "--signals-to-handle", "SIGTERM,SIGUSR1")
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("Saved step 5 "):
+                break
+        process.send_signal(signal.SIGUSR1)
+        said = process.communicate(timeout=60)[0]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 1, said
+    status = read_status(tmp_path / "out")
+    assert (status["state"], status["reason"]) == ("preempted", "SIGUSR1"), said
+    assert said.count("The run was stopped by SIGUSR1: step ") == 1
+    code, said = run_ranks(go_on_for_two, 1, tmp_path, token_cache, status["step"])[0]
+    assert code == 0 and f"Resumed from step {status['step']}, saved by 2 processes" in said
+
+
+def go_on_for_two(rank: int, world: int, folder: Path, cache: Path, step: int) -> tuple[int, str]:
+    return main_in_rank(rank, folder, cache, {"training.steps": str(step + 2)})
