@@ -24,11 +24,10 @@ class Saves:
         self._checkpoints, self._section, self._say = checkpoints, checkpoints.section, say
         self._rank, self._clock = rank, clock
         self.enabled = self._section.enable and not self._section.load_only
-        mode = self._section.async_mode
-        self._background = None
+        mode, self._background = self._section.async_mode, None
         if self.enabled and mode != "disabled":
-            keep_buffers = mode == "async_with_pinned_mem"
-            self._background = BackgroundSaves(checkpoints.checkpointer, keep_buffers=keep_buffers)
+            pinned = mode == "async_with_pinned_mem"
+            self._background = BackgroundSaves(checkpoints.checkpointer, pinned=pinned)
         self._last_save = clock()
         self._in_flight = 0  # the step of the last save in the background
         self._failures = 0  # in a row

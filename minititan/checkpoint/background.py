@@ -24,13 +24,14 @@ GROUP_TIMEOUT = timedelta(hours=1)
 class BackgroundSaves:
     """Saves of one checkpointer, one at a time; every rank must call `start` and `wait`.
 
-    With `keep_buffers` the memory of the copies is used again by the next save, pinned where there is a GPU.
+    The memory of the copies is kept for the next save: to get new memory from the system takes longer than to
+    copy. With `pinned` it is pinned where there is a GPU, which copies to it several times as fast.
     """
 
-    def __init__(self, checkpointer: Checkpointer, *, keep_buffers: bool) -> None:
+    def __init__(self, checkpointer: Checkpointer, *, pinned: bool) -> None:
         self._checkpointer = checkpointer
-        self._keep_buffers = keep_buffers
-        self._buffers: dict[str, Tensor] = {}
+        self._pinned = pinned and torch.cuda.is_available()
+        self._copies: dict[str, Tensor] = {}
         self._group: dist.ProcessGroup | None = None
         if dist.is_initialized():
             self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT))
@@ -59,18 +60,13 @@ class BackgroundSaves:
 
     def _staged(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies in the memory of the CPU, complete when this returns."""
-        pinned = self._keep_buffers and torch.cuda.is_available()
-        staged = {
-            key: self._buffers[key] if key in self._buffers else _cpu_like(tensor, pinned)
-            for key, tensor in tensors.items()
-        }
         for key, tensor in tensors.items():
-            _local(staged[key]).copy_(_local(tensor), non_blocking=pinned)
-        if pinned:
+            if key not in self._copies:
+                self._copies[key] = _cpu_like(tensor, self._pinned)
+            _local(self._copies[key]).copy_(_local(tensor), non_blocking=self._pinned)
+        if self._pinned:
             torch.cuda.synchronize()
-        if self._keep_buffers:
-            self._buffers |= staged
-        return staged
+        return {key: self._copies[key] for key in tensors}
 
     @property
     def in_flight(self) -> bool:

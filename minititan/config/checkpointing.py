@@ -35,8 +35,8 @@ class Checkpoint(Section):
     export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
     """Type of the weights saved under `last_save_model_only`; only "float32" so far."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-    """Save in the background: training waits only until the tensors are copied to the memory of the CPU;
-    "async_with_pinned_mem" keeps that memory for the next save, pinned where there is a GPU.
+    """Save in the background: training waits only while the tensors are copied to memory of the CPU, which is
+    kept for the next save; "async_with_pinned_mem": to pinned memory where there is a GPU.
     """
     save_failures_allowed: Natural = 0
     """Own key. Failed saves in a row that a run goes on after, with a warning; the last save must succeed."""
