@@ -24,7 +24,7 @@ from minititan.checkpoint.retention import Keep, steps_to_remove
 from minititan.config import ConfigError
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
-_TEMPORARY = ".tmp-"
+_LEFT_BEHIND = re.compile(r"\.tmp-(removed-)?step-[0-9]+-[0-9a-f]{8}")
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -100,10 +100,10 @@ def begin(folder: Path, step: int, needed_bytes: int = 1) -> Path:
     """
     folder.mkdir(parents=True, exist_ok=True)
     for entry in folder.iterdir():
-        if entry.name.startswith(_TEMPORARY) and entry.is_dir() and not entry.is_symlink():
+        if _LEFT_BEHIND.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
     check_writable("checkpoint.folder", folder, needed_bytes)
-    temporary = folder / f"{_TEMPORARY}step-{step}-{uuid.uuid4().hex[:8]}"
+    temporary = _temporary(folder, f"step-{step}")
     temporary.mkdir()
     faults.point("checkpoint.begin")
     return temporary
@@ -152,7 +152,7 @@ def retain(folder: Path, keep: Keep, just_saved: int) -> None:
     losses = {step: _validation_loss(step_folder(folder, step)) for step in committed_steps(folder)}
     for step in steps_to_remove(keep, losses, just_saved):
         # Renamed first: a half-removed folder must not look like a checkpoint.
-        leaving = folder / f"{_TEMPORARY}removed-step-{step}-{uuid.uuid4().hex[:8]}"
+        leaving = _temporary(folder, f"removed-step-{step}")
         step_folder(folder, step).rename(leaving)
         faults.point("checkpoint.retain")
         shutil.rmtree(leaving)
@@ -165,6 +165,10 @@ def _validation_loss(path: Path) -> float | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return loss if isinstance(loss, (int, float)) else None
+
+
+def _temporary(folder: Path, name: str) -> Path:
+    return folder / f".tmp-{name}-{uuid.uuid4().hex[:8]}"
 
 
 def _sync_folder(path: Path) -> None:

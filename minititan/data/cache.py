@@ -84,7 +84,7 @@ def open_tokens(
             )
             raise ConfigError(fault(f"data.add_{kind}", f"the tokenizer names no {kind} token", way_out))
     source = resolve_source(dataset, dataset_path, split, section=section, fault=fault)
-    job = _Job(_cache_folder(cache_folder, fault), source, tokenizer, text_key, add_bos, add_eos)
+    job = _Job(resolve_cache(cache_folder, fault), source, tokenizer, text_key, add_bos, add_eos)
     with _cache_faults(job.cache, fault):
         return _find(job, job.source_key()) or _wait_or_prepare(job, fault, say, say_waiting or say)
 
@@ -100,7 +100,7 @@ def _cache_faults(cache: Path, fault: Fault) -> Iterator[None]:
         raise ConfigError(fault("data.cache_folder", rule, way_out)) from None
 
 
-def _cache_folder(given: str | None, fault: Fault) -> Path:
+def resolve_cache(given: str | None, fault: Fault) -> Path:
     if given:
         return Path(given).expanduser().absolute()
     try:
@@ -127,7 +127,7 @@ def _wait_or_prepare(job: _Job, fault: Fault, say: Say, say_waiting: Say) -> Tok
     marker = place.with_suffix(".fault")
     known_fault = _read_marker(marker)
     waiting = f"waiting for the process that prepares {job.source.label}"
-    with _locked(place.with_suffix(".lock"), lambda: say_waiting(waiting)):
+    with locked(place.with_suffix(".lock"), lambda: say_waiting(waiting)):
         tokens = _find(job, source_key)
         if tokens is not None:
             return tokens
@@ -156,7 +156,7 @@ def _read_marker(path: Path) -> dict[str, Any] | None:
 
 
 @contextmanager
-def _locked(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
+def locked(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
     """Holds the lock; a wait of more than QUIET_SECONDS is told by `on_wait`."""
     with path.open("a") as file:
         told_at = time.monotonic() + QUIET_SECONDS
@@ -210,7 +210,7 @@ def _is_whole(folder: Path) -> bool:
 
 def _publish(folder: Path, final: Path, job: _Job, say: Say) -> None:
     """Renames a whole folder into place, unless the same text was prepared from another place meanwhile."""
-    with _locked(job.cache / "sources" / "publish.lock", lambda: None):
+    with locked(job.cache / "sources" / "publish.lock", lambda: None):
         if _is_whole(final):
             shutil.rmtree(folder)
             return

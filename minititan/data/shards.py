@@ -40,12 +40,12 @@ class _OpenShard:
 
     def close(self) -> dict[str, Any]:
         """Makes the shard durable; returns its entry in the manifest."""
-        _sync(self.file)
+        sync(self.file)
         self.file.close()
         starts = np.concatenate(self._starts).astype("<i8")
         with (self._folder / f"{self._name}.starts.npy").open("wb") as file:
             np.save(file, starts)
-            _sync(file)
+            sync(file)
         sizes = {"name": self._name, "tokens": self.size, "documents": len(starts)}
         return sizes | {"sha256": self._hash.hexdigest()}
 
@@ -92,7 +92,7 @@ class ShardWriter:
         }
         with (self._folder / MANIFEST).open("w") as file:
             json.dump(manifest, file, indent=1)
-            _sync(file)
+            sync(file)
 
     def abort(self) -> None:
         """Closes the open file, if any; without `finish`, what is written stays unreadable."""
@@ -112,7 +112,7 @@ class ShardWriter:
             self._shard = None
 
 
-def _sync(file: Any) -> None:
+def sync(file: Any) -> None:
     file.flush()
     os.fsync(file.fileno())
 
@@ -173,6 +173,19 @@ class Tokens:
         out = np.empty(seq_len + 1, dtype=np.int64)
         self.read(k * seq_len, k * seq_len + seq_len + 1, out)
         return out
+
+    def documents(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Where the documents `first`, `first` + 1, ... begin and end, [count] each; fewer at the last."""
+        begins, ends = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
+        number = 0  # of the shard's first document
+        for starts, shard_end, shard in zip(self._starts, self._ends, self._shards, strict=True):
+            low, high = max(first - number, 0), min(first + count - number, len(starts))
+            if low < high:
+                offset = int(shard_end) - len(shard)
+                begins.append(starts[low:high] + offset)
+                ends.append(np.append(starts[low + 1 : high + 1], len(shard))[: high - low] + offset)
+            number += len(starts)
+        return np.concatenate(begins), np.concatenate(ends)
 
     def document_starts(self, begin: int, end: int) -> np.ndarray:
         """The positions in [begin, end) at which documents start."""
