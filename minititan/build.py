@@ -98,6 +98,7 @@ def tokens_of(run: Run, name: str) -> data.Tokens:
         "train" if name == "training" else name,
         run.tokenizer,
         **config.data.model_dump(exclude={"repeat"}),
+        vocab_size=getattr(run.args, "vocab_size", None),
         section=name,
         fault=config.fault,
         say=_say,

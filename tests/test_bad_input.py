@@ -378,7 +378,7 @@ DATA: dict[str, tuple[str, bytes, str]] = {
     "a bad line": (
         "b.jsonl",
         b'{"text": "good"}\n{"text":\n',
-        "{tmp}/b.jsonl:2: not valid JSON (Expecting value: line 2 column 1 (char 9)); each line must be one "
+        "{tmp}/b.jsonl:2: not valid JSON (Expecting value at character 10); each line must be one "
         "JSON object",
     ),
     "no such key": (
@@ -399,7 +399,7 @@ DATA: dict[str, tuple[str, bytes, str]] = {
     "no gzip": (
         "z.txt.gz",
         b"plain",
-        "{tmp}/z.txt.gz: damaged gzip file (Not a gzipped file (b'pl')); replace it",
+        "{tmp}/z.txt.gz: damaged gzip file before byte 2 (Not a gzipped file (b'pl')); replace it",
     ),
 }
 

@@ -200,7 +200,8 @@ class Training(Section):
     dataset: Text = "stdlib"
     """Data set: "stdlib" (built in) or a name such as "c4". (TorchTitan: "c4_test".)"""
     dataset_path: OptionalText = None
-    """Local file, folder or glob that is used instead of a download; unset or empty: none."""
+    """File, folder, glob or `hf:NAME` of text, folder of `minititan prepare`, or token files (.bin and .idx,
+    .npy); used in place of `dataset`; unset or empty: none."""
     local_batch_size: Positive = 8
     """Sequences in a micro-batch of one data-parallel rank."""
     global_batch_size: Annotated[int, Range(low=1, special=-1)] = -1
@@ -249,7 +250,8 @@ class Validation(Section):
     dataset: Text = "c4_validation"
     """Data set; "stdlib" is the held-out part of the built-in data."""
     dataset_path: OptionalText = None
-    """Local file, folder or glob that is used instead of a download; unset or empty: none."""
+    """File, folder, glob or `hf:NAME` of text, folder of `minititan prepare`, or token files (.bin and .idx,
+    .npy); used in place of `dataset`; unset or empty: none."""
     local_batch_size: Positive = 8
     """Sequences in a batch of one data-parallel rank."""
     seq_len: Positive = 2048
@@ -290,11 +292,17 @@ class Data(Section):
     cache_folder: OptionalText = None
     """Folder of prepared tokens; shared storage on several nodes; unset or empty: the user's cache folder."""
     text_key: Text = "text"
-    """Key of the text in a JSON line."""
+    """Key of the text in a JSON line; column of the text in a parquet file."""
+    txt_lines: bool = False
+    """Each line of a .txt file is a document; false: each file is."""
     add_bos: bool = False
     """Begin each document with the tokenizer's beginning-of-sequence id."""
     add_eos: bool = True
     """End each document with the tokenizer's end-of-sequence id."""
+    on_bad_record: Literal["error", "skip"] = "error"
+    """What a document that cannot be read does: end the run, or be left out, counted and listed."""
+    npy_dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = None
+    """Type of the tokens in .npy files without a header of numpy's."""
     repeat: bool = True
     """Go through the data again, in a new order, when all of it was used; false: the run ends there."""
 

@@ -19,7 +19,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from minititan.config import ConfigError
 from minititan.data.fault import Fault, plain_fault
 from minititan.data.order import ORDER_VERSION, samples_at
-from minititan.data.shards import Tokens
+from minititan.data.tokens import Tokens
 
 IGNORED_LABEL = -100
 NO_SAMPLE = -1
