@@ -10,7 +10,7 @@ import numpy as np
 from minititan.config import ConfigError
 from minititan.data.access import is_prepared, token_files
 from minititan.data.cache import SOURCES
-from minititan.data.formats import open_formats
+from minititan.data.formats import NPY_TYPES, open_formats
 from minititan.data.prepare import CARD
 from minititan.data.shards import MANIFEST, Entry, describe, fingerprint_of
 from minititan.data.tokenizer import build_tokenizer
@@ -45,7 +45,7 @@ def data_command(argv: Sequence[str]) -> int:
         metavar="PATH",
         help="head: the tokenizer to read with (default: the one that made the set)",
     )
-    add("--npy_dtype", metavar="TYPE", help="type of the tokens in .npy files without a header")
+    add("--npy_dtype", choices=NPY_TYPES, help="type of the tokens in .npy files without a header")
     options = parser.parse_args(with_underscores(argv))
     if options.action == "ls":
         lines = _listed(options.path, options.npy_dtype)
@@ -78,7 +78,7 @@ def _listed(path: str, npy_dtype: str | None) -> list[str]:
     lines = []
     for folder in _sets(path):
         card = _card(folder)
-        lines += [*summary(folder, card), f"  made from        {card['source']}"]
+        lines += [*summary(folder, card, "a set"), f"  made from        {card['source']}"]
     return lines or [f"{path}: a cache without sets"]
 
 

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from minititan.config import ConfigError
 from minititan.config.error import fault_line
@@ -14,6 +14,7 @@ from minititan.data.access import check_special_tokens
 from minititan.data.prepare import REJECTS, Card, Recipe, prepare
 from minititan.data.progress import shown
 from minititan.data.records import Form
+from minititan.data.shards import MANIFEST
 from minititan.data.sources import source_at
 from minititan.data.tokenizer import build_tokenizer
 
@@ -78,18 +79,16 @@ def parser() -> Parser:
         action="store_true",
         help="each line of a .txt file is a document (default: each file is)",
     )
-    add(
-        "--add_bos",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="begin documents with the bos token",
-    )
-    add(
-        "--add_eos",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="end documents with the eos token",
-    )
+    for name, default in (("bos", "no"), ("eos", "yes")):
+        begin = "begin" if name == "bos" else "end"
+        kept: dict[str, Any] = {"dest": f"add_{name}", "default": default == "yes"}
+        add(
+            f"--add_{name}",
+            action="store_true",
+            help=f"{begin} documents with the {name} token ({default})",
+            **kept,
+        )
+        add(f"--no_add_{name}", action="store_false", help=f"do not {begin} them with it", **kept)
     add(
         "--on_bad_record",
         choices=("error", "skip"),
@@ -125,6 +124,7 @@ def prepare_command(argv: Sequence[str]) -> int:
     skip = options.on_bad_record == "skip"
     recipe = Recipe(source, tokenizer, form, options.add_bos, options.add_eos, skip)
     folder, begun = Path(options.output).expanduser().absolute(), time.monotonic()
+    was_whole = (folder / MANIFEST).is_file()
     try:
         with shown(lambda line: print(line, file=sys.stderr, flush=True)) as progress:
             done = prepare(folder, recipe, progress, part)
@@ -135,17 +135,17 @@ def prepare_command(argv: Sequence[str]) -> int:
         print("Interrupted; the same command goes on with the shards that are finished", file=sys.stderr)
         return 130
     if isinstance(done, dict):
-        print("\n".join(summary(folder, done, time.monotonic() - begun)))
+        how = "was whole already" if was_whole else f"whole, in {time.monotonic() - begun:.1f} s"
+        print("\n".join(summary(folder, done, how)))
     else:
         print(f"Part {options.part} is done. Still to come: {', '.join(map(str, done))} of {part[1]}")
     return 0
 
 
-def summary(folder: Path, card: Card, seconds: float | None = None) -> list[str]:
+def summary(folder: Path, card: Card, how: str) -> list[str]:
     """What a set is, for its reader."""
-    time_taken = "" if seconds is None else f" ({seconds:.1f} s)"
     return [
-        f"{folder}: whole{time_taken}",
+        f"{folder}: {how}",
         f"  documents        {card['documents']:,} ({card['empty']:,} empty ones left out)",
         f"  tokens           {card['tokens']:,} in {card['shards']:,} shards",
         f"  bytes per token  {card['bytes_per_token']}",

@@ -86,8 +86,8 @@ def is_prepared(dataset_path: str, key: str, fault: Fault = plain_fault) -> bool
     folder = Path(dataset_path).expanduser()
     if (folder / MANIFEST).is_file():
         return True
-    if (folder / PLAN).is_file() or (folder / CARD).is_file():
-        rule = f"the set is not whole, {MANIFEST} is not there"
+    if (folder / PLAN).is_file() and any(folder.glob(".part-*.lock")):
+        rule = f"the set is not whole: {MANIFEST} is not there"
         raise ConfigError(fault(key, rule, "start the same `minititan prepare` again: it goes on"))
     return False
 

@@ -19,6 +19,7 @@ from minititan.data.tokens import Shard, Tokens, mapped, outside
 MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 MEGATRON_HEADER = struct.Struct("<9sQBQQ")  # magic, version, type, sequences, documents
 MEGATRON_TYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+NPY_TYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 NPY_MAGIC = b"\x93NUMPY"
 SAMPLED_BLOCKS = 16
 SAMPLED_TOKENS = 2048

@@ -14,7 +14,7 @@ BATCH_ROWS = 256
 def read_parquet(span: Span, form: Form) -> Iterator[Record | BadRecord]:
     """The strings of the column `form.text_key`; positions are rows."""
     parquet = optional("pyarrow.parquet", "parquet", str(span.path))
-    with _faults(span.path), parquet.ParquetFile(span.path) as file:
+    with _faults(span.path), parquet.ParquetFile(span.path, page_checksum_verification=True) as file:
         _check_column(file, span.path, form.text_key)
         first, total = 0, max(file.metadata.num_rows, 1)
         for group in range(file.num_row_groups):

@@ -38,6 +38,7 @@ from minititan.data.shards import (
 )
 from minititan.data.sources import Source
 from minititan.data.tokenizer import Tokenizer
+from minititan.data.tokens import read_manifest
 from minititan.data.units import Place, Unit, parts_of, units_of
 
 SHARD_BYTES = 1 << 28
@@ -80,8 +81,15 @@ def prepare(
     Returns the set's card, or the numbers of the parts that are still to come. Goes on with what is in
     `folder`, and does nothing where the set is whole. Raises ConfigError; finished shards stay.
     """
-    if card := card_of(folder, recipe):
-        return card
+    done = card_of(folder, recipe) or _prepare(folder, recipe, progress, part)
+    if isinstance(done, dict):
+        _tidy(folder)
+    return done
+
+
+def _prepare(
+    folder: Path, recipe: Recipe, progress: Progress, part: tuple[int, int]
+) -> Card | tuple[int, ...]:
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as held:
         _claim(folder, recipe, part, held)
@@ -290,7 +298,6 @@ def _finish(folder: Path, recipe: Recipe, units: list[Unit], places: list[int]) 
     dtype = token_dtype(recipe.tokenizer.vocab_size)
     manifest = [{key: entry[key] for key in kept} for entry in shards]
     write_manifest(folder, manifest, dtype, recipe.tokenizer.vocab_size, recipe.tokenizer.fingerprint)
-    _tidy(folder, {entry["name"] for entry in shards})
     return card
 
 
@@ -318,8 +325,9 @@ def _card(recipe: Recipe, units: list[Unit], entries: list[Entry]) -> Card:
     }
 
 
-def _tidy(folder: Path, shards: set[str]) -> None:
-    """Removes what only the making needed, shards of files that have changed since among it."""
+def _tidy(folder: Path) -> None:
+    """Removes what only the making of a whole set needed, shards of files that changed meanwhile among it."""
+    shards = {entry["name"] for entry in read_manifest(folder)["shards"]}
     for path in folder.iterdir():
         made = MADE.fullmatch(path.name)
         data = made and made["suffix"] in (".bin", ".starts.npy")

@@ -182,9 +182,9 @@ def _text_of_record(line: bytes, text_key: str) -> str | None:
     except UnicodeDecodeError as error:
         raise _Bad(*_not_utf8(error)) from None
     except (ValueError, RecursionError) as error:
-        place = (
-            f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else error
-        )
+        place: object = error
+        if isinstance(error, json.JSONDecodeError):
+            place = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
         cut = "" if line.endswith(b"\n") else ", in a last line without an end: was the file cut off?"
         raise _Bad(f"not valid JSON ({place}{cut})", "each line must be one JSON object") from None
     if not isinstance(record, dict):
