@@ -64,9 +64,13 @@ def _sets(path: str) -> list[Path]:
         return [folder]
     if (folder / SOURCES).is_dir():
         return sorted(card.parent for card in folder.glob(f"*/{CARD}"))
-    raise ConfigError(
-        fault("path", f"{path} is no prepared set and no cache of sets", "name a folder of one")
-    )
+    raise _no(path, "no cache of sets")
+
+
+def _no(path: str, what: str) -> ConfigError:
+    there = Path(path).expanduser().exists()
+    rule = f"{path} is no prepared set and {what}" if there else f"{path}: no such file or folder"
+    return ConfigError(fault("path", rule, "name what `minititan prepare` made"))
 
 
 def _listed(path: str, npy_dtype: str | None) -> list[str]:
@@ -97,7 +101,7 @@ def _open(path: str, npy_dtype: str | None) -> Tokens:
             raise ConfigError(fault("path", f"damaged: {error}", "see `minititan data verify`")) from None
     files = token_files(path, "path", fault)
     if not files:
-        raise ConfigError(fault("path", f"{path} is no prepared set and holds no token files", "name one"))
+        raise _no(path, "holds no token files")
     return open_formats(files, label=path, vocab_size=ANY_ID, npy_dtype=npy_dtype, fault=fault)
 
 

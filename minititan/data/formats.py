@@ -51,7 +51,7 @@ class StartsAfterEos(NamedTuple):
     eos: int | None
 
     def between(self, tokens: np.ndarray, low: int, high: int) -> np.ndarray:
-        first = np.zeros(low <= 0 < high, dtype=np.int64)
+        first = np.zeros(int(low <= 0 < high), dtype=np.int64)
         if self.eos is None:
             return first
         before = max(low, 1) - 1

@@ -54,9 +54,11 @@ def _check_column(file: Any, path: Path, key: str) -> None:
 def _faults(path: Path) -> Iterator[None]:
     """Makes what goes wrong in reading `path` a ConfigError that names it."""
     arrow = optional("pyarrow", "parquet", str(path))
-    try:
-        with reading(path):
+    with reading(path):
+        try:
             yield
-    except arrow.ArrowException as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"{path}: damaged parquet file ({reason}); replace it") from None
+        except (arrow.ArrowException, OSError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"{path}: damaged parquet file ({reason}); replace it") from None
