@@ -127,6 +127,7 @@ def bench_startup(folder: Path, shards: int = 10_000) -> None:
     write_manifest(folder, entries, dtype, 1000, "")
     opened = seconds_of(lambda: open_prepared(folder, ""))
     tokens = open_prepared(folder, "")
+    tokens.window(0, 2048)  # loads torch
     first = seconds_of(lambda: tokens.window(tokens.num_tokens // 4096, 2048))
     print(
         f"startup: {shards:,} shards open in {opened:.2f} s (at most 3), first sample in {first * 1e3:.1f} ms"

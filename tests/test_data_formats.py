@@ -25,8 +25,7 @@ def save_megatron(path: Path, documents: list[list[list[int]]], dtype: str = "ui
 
 
 def opened(path: Path | str, **options) -> Tokens:
-    options = {"cache_folder": "/nowhere"} | options
-    return open_tokens("mine", str(path), "train", BYTES, **options)
+    return open_tokens("mine", str(path), "train", BYTES, cache_folder="/nowhere", **options)
 
 
 def all_tokens(tokens: Tokens) -> list[int]:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow
@@ -33,7 +34,7 @@ from tests.test_data_tokenizer import save_tokenizer
 BYTES = build_tokenizer("")
 
 
-def make(folder: Path, *inputs: Path, part: tuple[int, int] = (1, 1), **options):
+def make(folder: Path, *inputs: Path, part: tuple[int, int] = (1, 1), **options) -> Any:
     form = Form(options.pop("text_key", "text"), options.pop("txt_lines", False))
     recipe = Recipe(source_at([str(path) for path in inputs], "input", "input"), BYTES, form, **options)
     return prepare(folder, recipe, Lines(lambda line: None), part)
@@ -137,7 +138,7 @@ def test_bad_rows_and_columns_of_parquet(tmp_path: Path):
     bad = pyarrow.Array.from_buffers(
         pyarrow.string(),
         2,
-        [None, pyarrow.py_buffer(np.int32([0, 1, 2]).tobytes()), pyarrow.py_buffer(b"a\xff")],
+        [None, pyarrow.py_buffer(np.array([0, 1, 2], dtype=np.int32).tobytes()), pyarrow.py_buffer(b"a\xff")],
     )
     for column, words in (
         (pyarrow.array(["a", None]), ":row 1: 'text' is null; it must be a string"),
@@ -326,6 +327,7 @@ def test_changed_file_costs_its_own_shards_only(tmp_path: Path):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
+from typing import Any
 from minititan.data import prepare, shards, sources, units
 from minititan.__main__ import main
 sources.SPAN_BYTES = units.UNIT_BYTES = 100
