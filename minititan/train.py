@@ -60,7 +60,7 @@ class Trainer:
             debug.seed or 0, deterministic=debug.deterministic, warn_only=debug.deterministic_warn_only
         )
         self.meshes = build_meshes(self.device.type, layout.dp_replicate, layout.dp_shard, layout.tp)
-        self.loader = build.train_loader_of(run, build.tokens_of(run, "training"), self.meshes)
+        self.loader = build.train_loader_of(run, self.meshes)
         self.validation_batches = build.validation_loader_of(run, self.meshes)
         self.model = build.model_of(run, self.meshes, self.device)
         # Taken once: while FSDP has gathered a unit's parameters, its modules hold others.
@@ -96,7 +96,7 @@ class Trainer:
             return steps
         end = self.steps_done + self.loader.steps_left()
         if end == 0:
-            rule = f"the data has fewer samples than the {self.job.layout.global_batch_size} of one step"
+            rule = "the data has fewer samples than one step takes"
             raise ConfigError(self.config.fault("data.repeat", rule, "set it to true or give more text"))
         if end < steps:
             rule = f"the data is used up after step {end}: the run ends there"
@@ -112,7 +112,8 @@ class Trainer:
     def step(self, batches: Any) -> None:
         """Take one optimizer step on the next global batch; `batches` yields this rank's micro-batches."""
         with self.metrics.data_loading():
-            micro_batches = [self.to_device(next(batches)) for _ in range(self.job.layout.accumulation_steps)]
+            count = self.job.layout.accumulation_steps(self.steps_done + 1)
+            micro_batches = [self.to_device(next(batches)) for _ in range(count)]
         group = self.meshes.dp_group
         labels = torch.stack([(batch["labels"] != IGNORED).sum() for batch in micro_batches]).sum()
         own_labels = labels.clone()
@@ -135,7 +136,7 @@ class Trainer:
         self.optimizer.zero_grad()
 
         self.steps_done = step
-        self.tokens_seen += self.job.layout.global_batch_size * self.config.training.seq_len
+        self.tokens_seen += self.job.layout.batch_sizes.at(step) * self.config.training.seq_len
         if self.metrics.due(step):
             self.log(loss, own_labels, labels, norm, self.config.optimizer.lr * factor, micro_batches)
 
@@ -194,6 +195,7 @@ class Trainer:
             lr=lr,
             tokens_seen=self.tokens_seen,
             samples_consumed=self.loader.state().samples_consumed,
+            sources=self.loader.consumed() if self.config.data.sources else None,
             skipped_steps=self.guard.skipped,
             loss_scale=self.guard.scale.value if self.guard.scale else None,
             batch_sha256=self.batch_hash(batches) if self.config.metrics.log_batch_hash else None,

@@ -291,3 +291,42 @@ def test_switches_and_refusals_name_real_keys() -> None:
         for prefix in feature.prefixes:
             assert any(key.startswith(prefix) for key in all_keys())
     assert all(refusal.key in all_keys() for refusal in REFUSALS)
+
+
+TWO = 'data.sources=[{name = "a", path = "a.txt", weight = 3}, {name = "b", dataset = "stdlib"}]'
+MIXTURES = [
+    (('data.sources=[{name = "a", path = "x"}, {name = "a", path = "y"}]',), "each name must be there once"),
+    (('data.sources=[{name = "a"}]',), "a must have a path or a dataset, not both"),
+    (
+        ('data.sources=[{name = "a", path = "x", dataset = "stdlib"}]',),
+        "a must have a path or a dataset, not",
+    ),
+    (('data.sources=[{name = "a", path = "x", weight = 0}]',), "weights must be 0, or at least 1/4096 of"),
+    (('data.sources=[{name = "a", path = "x", weight = -1}]',), "weight must be at least 0"),
+    (
+        (TWO, "data.stages=[{step = 5, weights = {a = 1, b = 0.0001}}]"),
+        "weights must be 0, or at least 1/4096",
+    ),
+    ((TWO, "data.stages=[{step = 5, weights = {a = 1, c = 1}}]"), "must have a weight for each of a, b, and"),
+    ((TWO, "data.stages=[{step = 1, weights = {a = 1, b = 1}}]"), "step must be at least 2"),
+    (
+        (TWO, "data.stages=[{step = 5, weights = {a = 1, b = 1}}, {step = 5, weights = {a = 2, b = 1}}]"),
+        "steps must ascend",
+    ),
+    ((TWO, "training.dataset_path=x"), "[[data.sources]] says what is read; leave one of the two out"),
+    (("data.stages=[{step = 5, weights = {a = 1}}]",), "weights need [[data.sources]]"),
+    (("training.global_batch_size_schedule=[{step = 5, size = 8}]",), "must be set, to the size before"),
+    (("training.global_batch_size_schedule=[{step = 5, size = 0}]",), "size must be at least 1"),
+    (("data.samples=pack", "data.predict_first_token=false"), 'needs data.samples = "window"'),
+]
+
+
+@pytest.mark.parametrize("words, rule", MIXTURES)
+def test_a_mixture_that_cannot_be_is_refused(tmp_path: Path, words: tuple[str, ...], rule: str) -> None:
+    (fault,) = faults(tmp_path, *words)
+    assert f": {rule}" in fault
+
+
+def test_a_mixture_is_taken(tmp_path: Path) -> None:
+    stage = "data.stages=[{step = 5, weights = {a = 0, b = 1.0}}, {step = 6, weights = {a = 1, b = 2}}]"
+    assert faults(tmp_path, TWO, stage) == ()

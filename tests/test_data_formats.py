@@ -177,3 +177,20 @@ def test_fingerprint_follows_content_and_bounds(tmp_path: Path):
     assert fingerprint(DOCUMENTS, "elsewhere") == first
     others = {fingerprint([[[*range(1, 11)]]], "b"), fingerprint([*DOCUMENTS[:2], [[7], [8], [9, 11]]], "c")}
     assert len(others | {first}) == 3
+
+
+def test_documents_by_number(tmp_path: Path):
+    """As packing and padding ask for them, over several files, empty documents among them."""
+    save_megatron(tmp_path / "a.bin", [[[1, 2], [3]], [], [[4]], []])
+    save_megatron(tmp_path / "b.bin", DOCUMENTS)
+    tokens = opened(tmp_path)
+    bounds = [(0, 3), (3, 3), (3, 4), (4, 7), (7, 10), (10, 14)]
+    assert tokens.num_documents == len(bounds)
+    for first in range(len(bounds)):
+        for count in range(1, len(bounds) + 2):
+            begins, ends = tokens.documents(first, count)
+            found = list(zip(begins.tolist(), ends.tolist(), strict=True))
+            assert found == bounds[first : first + count], (first, count)
+    np.save(tmp_path / "c.npy", np.zeros(3, dtype="<u2"))
+    with pytest.raises(ConfigError, match=r'has no list of its documents.*; use data.samples = "window", or'):
+        _ = opened(tmp_path / "c.npy").num_documents

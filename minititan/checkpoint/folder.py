@@ -17,12 +17,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from minititan import faults
 from minititan.checkpoint import manifest
 from minititan.checkpoint.manifest import COMMIT, TRAIN_STATE, File, Manifest
 from minititan.config import ConfigError
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
-_TEMPORARY = ".tmp-"
+_LEFT_BEHIND = re.compile(r"\.tmp-(removed-)?step-[0-9]+-[0-9a-f]{8}")
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -95,10 +96,11 @@ def begin(folder: Path, step: int) -> Path:
     """Makes the folder that a step is written to, after removing what torn saves have left."""
     folder.mkdir(parents=True, exist_ok=True)
     for entry in folder.iterdir():
-        if entry.name.startswith(_TEMPORARY) and entry.is_dir() and not entry.is_symlink():
+        if _LEFT_BEHIND.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
-    temporary = folder / f"{_TEMPORARY}step-{step}-{uuid.uuid4().hex[:8]}"
+    temporary = _temporary(folder, f"step-{step}")
     temporary.mkdir()
+    faults.point("checkpoint.begin")
     return temporary
 
 
@@ -108,12 +110,15 @@ def commit(temporary: Path, folder: Path, tensors_only: Manifest, state: Mapping
     `tensors_only` lists the files that are there so far. What has the name already is moved aside.
     """
     written = {TRAIN_STATE: _write_state(temporary / TRAIN_STATE, state)}
+    faults.point("checkpoint.before_commit")
     manifest.write(temporary, tensors_only.model_copy(update={"files": tensors_only.files | written}))
     _sync_folder(temporary)
     final = step_folder(folder, tensors_only.step)
     if os.path.lexists(final):
         move_aside(folder, tensors_only.step)
+    faults.point("checkpoint.before_rename")
     temporary.rename(final)
+    faults.point("checkpoint.after_rename")
     _sync_folder(folder)
 
 
@@ -143,9 +148,14 @@ def retain(folder: Path, keep_latest_k: int, just_saved: int) -> None:
     surplus = others[: max(len(others) - (keep_latest_k - 1), 0)] if keep_latest_k > 0 else []
     for step in surplus:
         # Renamed first: a half-removed folder must not look like a checkpoint.
-        leaving = folder / f"{_TEMPORARY}removed-step-{step}-{uuid.uuid4().hex[:8]}"
+        leaving = _temporary(folder, f"removed-step-{step}")
         step_folder(folder, step).rename(leaving)
+        faults.point("checkpoint.retain")
         shutil.rmtree(leaving)
+
+
+def _temporary(folder: Path, name: str) -> Path:
+    return folder / f".tmp-{name}-{uuid.uuid4().hex[:8]}"
 
 
 def _sync_folder(path: Path) -> None:

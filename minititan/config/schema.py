@@ -1,8 +1,9 @@
 """Every section and key of a run's TOML file, with its type, default and meaning: the manual.
 
 Names, types and defaults are those of TorchTitan 0.2.2; where a default differs or a key is our own, the text
-beside it says so. Sections on parallelism and execution are in `execution.py`, the one on checkpoints in
-`checkpointing.py`, those of features still to come in `later.py`. `docs/config.md` is made from these files.
+beside it says so. Sections on parallelism and execution are in `execution.py`, those on checkpoints and on
+data in `checkpointing.py` and `data.py`, those of features still to come in `later.py`. `docs/config.md` is
+made from these files.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr
 from pydantic.fields import FieldInfo
 
 from minititan.config.checkpointing import Checkpoint
+from minititan.config.data import BatchSize, Data
 from minititan.config.error import ConfigError, fault_line
 from minititan.config.execution import ActivationCheckpoint, Comm, Compile, Parallelism
 from minititan.config.fields import (
@@ -206,6 +208,9 @@ class Training(Section):
     """Sequences in a micro-batch of one data-parallel rank."""
     global_batch_size: Annotated[int, Range(low=1, special=-1)] = -1
     """Sequences in a step over all ranks; -1: `local_batch_size` x data-parallel degree (no accumulation)."""
+    global_batch_size_schedule: Annotated[tuple[BatchSize, ...], BeforeValidator(tuples)] = ()
+    """Own key, `[[training.global_batch_size_schedule]]`: tables with a `step` and the `size` of the global
+    batch from that step on; `global_batch_size` before."""
     seq_len: Positive = 2048
     """Tokens in a sequence."""
     max_norm: Annotated[float, Range(low=0)] = 1.0
@@ -284,27 +289,6 @@ class Debug(Section):
     """Own key. Steps of that median, those left out not counted; the rule begins when there are so many."""
     moe_force_load_balance: bool = False
     """Send the same number of tokens to each expert; only false so far."""
-
-
-class Data(Section):
-    """Own section: how text becomes prepared tokens, and how often they are used."""
-
-    cache_folder: OptionalText = None
-    """Folder of prepared tokens; shared storage on several nodes; unset or empty: the user's cache folder."""
-    text_key: Text = "text"
-    """Key of the text in a JSON line; column of the text in a parquet file."""
-    txt_lines: bool = False
-    """Each line of a .txt file is a document; false: each file is."""
-    add_bos: bool = False
-    """Begin each document with the tokenizer's beginning-of-sequence id."""
-    add_eos: bool = True
-    """End each document with the tokenizer's end-of-sequence id."""
-    on_bad_record: Literal["error", "skip"] = "error"
-    """What a document that cannot be read does: end the run, or be left out, counted and listed."""
-    npy_dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = None
-    """Type of the tokens in .npy files without a header of numpy's."""
-    repeat: bool = True
-    """Go through the data again, in a new order, when all of it was used; false: the run ends there."""
 
 
 class Config(Section):

@@ -56,7 +56,7 @@ def open_cached(recipe: Recipe, cache_folder: str | None, fault: Fault, say: Say
     Any number of processes may call it at once: one prepares, the others wait and get the same tokens or the
     same ConfigError. `say` gets the lines of the one, `say_waiting` of the others.
     """
-    job = _Job(folder_of_cache(cache_folder, fault), recipe)
+    job = _Job(resolve_cache(cache_folder, fault), recipe)
     with _cache_faults(job.cache, fault):
         return _find(job, job.source_key()) or _wait_or_prepare(job, fault, say, say_waiting)
 
@@ -72,7 +72,7 @@ def _cache_faults(cache: Path, fault: Fault) -> Iterator[None]:
         raise ConfigError(fault("data.cache_folder", rule, way_out)) from None
 
 
-def folder_of_cache(given: str | None, fault: Fault) -> Path:
+def resolve_cache(given: str | None, fault: Fault) -> Path:
     if given:
         return Path(given).expanduser().absolute()
     try:

@@ -35,14 +35,22 @@ class MegatronStarts(NamedTuple):
     itemsize: int
 
     def between(self, tokens: np.ndarray, low: int, high: int) -> np.ndarray:
-        at = MEGATRON_HEADER.size + 4 * self.sequences
-        pointers = mapped(self.path, "<i8", self.sequences, at)
-        first = mapped(self.path, "<i8", self.documents, at + 8 * self.sequences)
+        pointers, first = self._arrays()
         # bisect, since numpy would copy what is not aligned, all of it.
         within = [bisect_left(pointers, place * self.itemsize) for place in (low, high)]
         begin, end = (bisect_left(first, sequence) for sequence in within)
         starts = np.unique(pointers[first[begin:end]]) // self.itemsize
         return starts[starts < high]
+
+    def numbered(self, low: int, high: int) -> np.ndarray:
+        pointers, first = self._arrays()
+        sequences = np.array(first[low : min(high, bisect_left(first, self.sequences))])
+        return pointers[sequences] // self.itemsize
+
+    def _arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        at = MEGATRON_HEADER.size + 4 * self.sequences
+        pointers = mapped(self.path, "<i8", self.sequences, at)
+        return pointers, mapped(self.path, "<i8", self.documents, at + 8 * self.sequences)
 
 
 class StartsAfterEos(NamedTuple):
@@ -56,6 +64,9 @@ class StartsAfterEos(NamedTuple):
             return first
         before = max(low, 1) - 1
         return np.append(first, np.flatnonzero(tokens[before : high - 1] == self.eos) + before + 1)
+
+    def numbered(self, low: int, high: int) -> np.ndarray:
+        raise AssertionError("how many there are is not known")
 
 
 def open_formats(
@@ -82,14 +93,8 @@ def open_formats(
             shards.append(shard)
     if not shards:
         raise ConfigError(f"{label}: holds no tokens; give files with tokens in them")
-    counts = [s.starts.documents - 1 if isinstance(s.starts, MegatronStarts) else None for s in shards]
-    return Tokens(
-        shards,
-        label=label,
-        fingerprint=_fingerprint(shards, vocab_size),
-        vocab_size=vocab_size,
-        num_documents=None if None in counts else sum(filter(None, counts)),
-    )
+    fingerprint = _fingerprint(shards, vocab_size)
+    return Tokens(shards, label=label, fingerprint=fingerprint, vocab_size=vocab_size)
 
 
 def _megatron(path: Path) -> Shard:
@@ -119,7 +124,11 @@ def _megatron(path: Path) -> Shard:
     if path.stat().st_size != tokens * itemsize:
         rule = f"holds {path.stat().st_size} bytes, {index.name} says {tokens * itemsize}"
         raise ConfigError(f"{path}: {rule}; give the two files of one set, whole")
-    return Shard(path, MEGATRON_TYPES[code], tokens, MegatronStarts(index, sequences, documents, itemsize))
+    starts = MegatronStarts(index, sequences, documents, itemsize)
+    first = mapped(index, "<i8", documents, arrays - 8 * documents) if documents else np.empty(0)
+    # Documents at the end that are empty have no sequence to begin with, and are left out.
+    known = bisect_left(first, sequences)
+    return Shard(path, MEGATRON_TYPES[code], tokens, starts, known)
 
 
 def _npy(path: Path, eos_id: int | None, npy_dtype: str | None, fault: Fault) -> Shard:
@@ -136,7 +145,7 @@ def _npy(path: Path, eos_id: int | None, npy_dtype: str | None, fault: Fault) ->
             if left:
                 rule = f"{path} holds {path.stat().st_size} bytes, no whole number of {npy_dtype}"
                 raise ConfigError(fault("data.npy_dtype", rule, "give the type the file was written in"))
-    return Shard(path, dtype.str, tokens, StartsAfterEos(eos_id), offset)
+    return Shard(path, dtype.str, tokens, StartsAfterEos(eos_id), None, offset)
 
 
 def _npy_header(file, path: Path) -> tuple[np.dtype, int, int]:
@@ -165,7 +174,7 @@ def _fingerprint(shards: Sequence[Shard], vocab_size: int) -> str:
                 raise outside(shard.path, offset, block, vocab_size)
             total.update(block.tobytes())
         if isinstance(shard.starts, MegatronStarts):
-            index = Shard(shard.starts.path, "|u1", shard.starts.path.stat().st_size, shard.starts)
+            index = Shard(shard.starts.path, "|u1", shard.starts.path.stat().st_size, shard.starts, None)
             for _, block in _blocks(index):
                 total.update(block.tobytes())
         else:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 import numpy as np
 
@@ -59,8 +59,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     try:
         with aside.open("wb", buffering=BLOCK_BYTES) as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
+            sync(file)
         aside.replace(path)
     except BaseException:
         aside.unlink(missing_ok=True)
@@ -70,6 +69,11 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def sync(file: IO[Any]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def write_json(path: Path, value: Any) -> None:

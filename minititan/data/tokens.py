@@ -33,6 +33,10 @@ class Starts(Protocol):
         """The offsets in [low, high) at which documents start; `tokens` are the shard's."""
         ...
 
+    def numbered(self, low: int, high: int) -> np.ndarray:
+        """Where the documents `low` to `high` - 1 start; asked only where their number is known."""
+        ...
+
 
 class StartsFile(NamedTuple):
     """Offsets in a .npy file."""
@@ -45,14 +49,19 @@ class StartsFile(NamedTuple):
         begin, end = np.searchsorted(starts, (low, high))
         return np.array(starts[begin:end])
 
+    def numbered(self, low: int, high: int) -> np.ndarray:
+        return np.array(mapped(self.path, "<i8", self.documents, NPY_HEADER_BYTES)[low:high])
+
 
 class Shard(NamedTuple):
-    """A file of tokens; `edges` is the hash that it must show when it is opened, "" for none."""
+    """A file of tokens. `documents` is None where only reading would tell; `edges` is the hash that the file
+    must show when it is opened, "" for none."""
 
     path: Path
     dtype: str
     tokens: int
     starts: Starts
+    documents: int | None
     offset: int = 0
     edges: str = ""
 
@@ -69,10 +78,7 @@ def mapped(path: Path, dtype: str, size: int, offset: int = 0) -> np.ndarray:
 
 
 class Tokens:
-    """The tokens of a source; `label` names it in messages. Pickles without its maps.
-
-    `num_documents` is None where it is not known.
-    """
+    """The tokens of a source; `label` names it in messages. Pickles without its maps."""
 
     def __init__(
         self,
@@ -81,13 +87,12 @@ class Tokens:
         label: str,
         fingerprint: str,
         vocab_size: int,
-        num_documents: int | None = None,
     ) -> None:
         self.label, self.fingerprint, self.vocab_size = label, fingerprint, vocab_size
-        self.num_documents = num_documents
         self.shards = tuple(shards)
         self._ends = np.cumsum([shard.tokens for shard in shards], dtype=np.int64).tolist()
         self.num_tokens: int = self._ends[-1]
+        self._document_ends = np.cumsum([s.documents or 0 for s in shards], dtype=np.int64).tolist()
         self._maps: dict[int, np.ndarray] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -120,6 +125,31 @@ class Tokens:
         out = np.empty(seq_len + 1, dtype=np.int64)
         self.read(k * seq_len, k * seq_len + seq_len + 1, out)
         return out
+
+    @property
+    def num_documents(self) -> int:
+        """ConfigError where only reading all tokens would tell."""
+        counts = [shard.documents for shard in self.shards if shard.documents is not None]
+        if len(counts) < len(self.shards):
+            rule = "has no list of its documents, which packing and padding need"
+            raise ConfigError(f'{self.label}: {rule}; use data.samples = "window", or prepare the text')
+        return sum(counts)
+
+    def documents(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Where the documents `first`, `first` + 1, ... begin and end, [count] each; fewer at the last."""
+        begins, ends = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
+        index = bisect_right(self._document_ends, first)
+        while count > 0 and index < len(self.shards):
+            shard, last = self.shards[index], self._document_ends[index]
+            documents = shard.documents or 0
+            low = first - (last - documents)
+            high = min(low + count, documents)
+            bounds = shard.starts.numbered(low, high + 1)
+            offset = self._ends[index] - shard.tokens
+            begins.append(bounds[: high - low] + offset)
+            ends.append(np.append(bounds[1:], shard.tokens)[: high - low] + offset)
+            first, count, index = last, count - (high - low), index + 1
+        return np.concatenate(begins), np.concatenate(ends)
 
     def document_starts(self, begin: int, end: int) -> np.ndarray:
         """The positions in [begin, end) at which documents start."""
@@ -187,7 +217,8 @@ def open_prepared(folder: Path, label: str) -> Tokens:
             _check_size(path, entry["tokens"] * itemsize)
             _check_size(starts, NPY_HEADER_BYTES + 8 * entry["documents"])
             offsets = StartsFile(Path(starts), entry["documents"])
-            shards.append(Shard(Path(path), manifest["dtype"], entry["tokens"], offsets, 0, entry["edges"]))
+            about = (manifest["dtype"], entry["tokens"], offsets, entry["documents"], 0, entry["edges"])
+            shards.append(Shard(Path(path), *about))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedTokens(str(error)) from None
     return Tokens(
@@ -195,7 +226,6 @@ def open_prepared(folder: Path, label: str) -> Tokens:
         label=label,
         fingerprint=manifest["fingerprint"],
         vocab_size=manifest["vocab_size"],
-        num_documents=sum(entry["documents"] for entry in manifest["shards"]),
     )
 
 
