@@ -123,6 +123,7 @@ OUR_KEYS = {
     "data.add_eos": True,
     "data.repeat": True,
     "data.samples": "window",
+    "validation.holdout": 0.0,
     "data.document_mask": False,
     "data.predict_first_token": True,
     "data.sources": (),

@@ -77,6 +77,34 @@ def mapped(path: Path, dtype: str, size: int, offset: int = 0) -> np.ndarray:
     return content[offset:].view(dtype)
 
 
+class TokenRow(Protocol):
+    """What samples are cut from: tokens in a row, and where documents begin and end in it."""
+
+    label: str
+    fingerprint: str
+
+    @property
+    def num_documents(self) -> int: ...
+
+    def num_samples(self, seq_len: int) -> int: ...
+
+    def read(self, begin: int, end: int, out: np.ndarray) -> None: ...
+
+    def documents(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]: ...
+
+    def document_starts(self, begin: int, end: int) -> np.ndarray: ...
+
+
+def enough_for_samples(label: str, num_tokens: int, seq_len: int) -> int:
+    """How many windows of seq_len tokens and their labels there are; raises ConfigError for none."""
+    if num_tokens <= seq_len:
+        raise ConfigError(
+            f"{label}: holds {num_tokens} tokens, fewer than one sample of sequence length"
+            f" {seq_len} (which needs {seq_len + 1}); give more text or a smaller seq_len"
+        )
+    return (num_tokens - 1) // seq_len
+
+
 class Tokens:
     """The tokens of a source; `label` names it in messages. Pickles without its maps."""
 
@@ -99,13 +127,7 @@ class Tokens:
         return self.__dict__ | {"_maps": {}}
 
     def num_samples(self, seq_len: int) -> int:
-        """How many windows of seq_len tokens and their labels there are; raises ConfigError for none."""
-        if self.num_tokens <= seq_len:
-            raise ConfigError(
-                f"{self.label}: holds {self.num_tokens} tokens, fewer than one sample of sequence length"
-                f" {seq_len} (which needs {seq_len + 1}); give more text or a smaller seq_len"
-            )
-        return (self.num_tokens - 1) // seq_len
+        return enough_for_samples(self.label, self.num_tokens, seq_len)
 
     def read(self, begin: int, end: int, out: np.ndarray) -> None:
         """Copies tokens [begin, end) to `out`, across shards."""
