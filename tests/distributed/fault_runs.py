@@ -32,13 +32,13 @@ RANKS = 2
 
 
 def tensors(rank: int, world: int, value: float, more: int = 0) -> dict[str, Tensor]:
-    """A sharded parameter with its state, all of one value; on rank 1 `more` numbers."""
+    """A sharded parameter with its state, all of one value; `more` numbers that only this rank has."""
     mesh = init_device_mesh("cpu", (world,))
     sharded = {
         key: distribute_tensor(torch.full((4000,), value), mesh, [Shard(0)])
         for key in ("model.w", "optimizer.w.exp_avg")
     }
-    own = {"model.more": torch.zeros(more)} if more and rank == 1 else {}
+    own = {f"model.more{rank}": torch.zeros(more)} if more else {}
     return {**sharded, "optimizer.w.step": torch.tensor(value), **own}
 
 
