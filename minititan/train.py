@@ -356,7 +356,11 @@ def train(config: Config, stop: StopSignals, status: RunStatus) -> int:
     trainer.say(opening_lines(run, place.device, parameters, trainer.steps_done, trainer.last_step))
     finished = trainer.run()
     if place.rank == 0:
-        status.write(*(("finished", "") if finished else ("preempted", trainer.requests.stop or "")))
+        if finished:
+            status.write("finished", "")
+        else:
+            nothing = "" if trainer.saves.enabled else "; nothing is saved"
+            status.write("preempted", f"{trainer.requests.stop}{nothing}")
     shutdown(place)
     return 0 if finished else PREEMPTED_EXIT_CODE
 
