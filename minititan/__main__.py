@@ -7,6 +7,8 @@ inside it, so that `minititan config` answers without loading torch.
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
@@ -32,10 +34,28 @@ def train_command(argv: Sequence[str]) -> int:
     return train(argv)
 
 
+def prepare_command(argv: Sequence[str]) -> int:
+    """Makes text into tokens."""
+    from minititan.prepare import prepare_command as prepare
+
+    return prepare(argv)
+
+
+def data_command(argv: Sequence[str]) -> int:
+    """Shows or checks prepared data."""
+    from minititan.inspect_data import data_command as data
+
+    return data(argv)
+
+
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "config": (config_command, "print the resolved TOML of a run; --schema: the JSON schema for editors"),
+    "prepare": (prepare_command, "make text into tokens for training, once"),
+    "data": (data_command, "ls, verify, head: what prepared data holds, whether it is whole, how it reads"),
     "train": (train_command, "train in one process (several: torchrun -m minititan.train)"),
 }
+OWN_HELP = ("prepare", "data")
+"""Commands that take no keys of the file, and have a help of their own."""
 
 
 def help_text() -> str:
@@ -43,9 +63,9 @@ def help_text() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {line}" for name, (_, line) in COMMANDS.items()]
     head = "usage: minititan COMMAND --job.config_file FILE.toml [--section.key VALUE]..."
-    return "\n".join(
-        [head, "", "commands:", *lines, "", "Every key of the file is described in docs/config.md."]
-    )
+    tail = "Every key of the file is described in docs/config.md."
+    own = f"With words of their own, see --help: {', '.join(OWN_HELP)}."
+    return "\n".join([head, "", "commands:", *lines, "", tail, own])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,14 +80,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"command line: {name}: no such command; {near}commands: {', '.join(COMMANDS)}", file=sys.stderr
         )
         return 2
-    if asks_for_help(rest):
+    if asks_for_help(rest) and name not in OWN_HELP:
         print(f"minititan {name}: {COMMANDS[name][1]}\n{USAGE}")
         return 0
     try:
-        return COMMANDS[name][0](rest)
+        code = COMMANDS[name][0](rest)
+        sys.stdout.flush()
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
+    except BrokenPipeError:  # whoever read our output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    return code
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from minititan.checkpoint.checkpointer import Checkpointer, Verified
 from minititan.checkpoint.folder import step_folder, step_folders
 from minititan.checkpoint.manifest import verify
 from minititan.config import Config, ConfigError
+from minititan.config.error import literal
 from minititan.data import DataState, TrainLoader
 from minititan.distributed import Distributed
 from minititan.guard import Guard
@@ -150,7 +151,8 @@ class Checkpoints:
             for key, value in before.items():
                 here = json.loads(json.dumps(now[section].get(key)))  # as it would be saved
                 if here != value:
-                    self.say(f"{section}.{key} = {here}: the checkpoint has {value}; the config wins")
+                    before_it = f"the checkpoint has {literal(value)}"
+                    self.say(f"{section}.{key} = {literal(here)}: {before_it}; the config wins")
 
 
 def settings_of(config: Config) -> dict[str, dict[str, Any]]:

@@ -16,10 +16,10 @@ import torch
 
 from minititan.config import ConfigError
 from minititan.config.batches import BatchSizes
-from minititan.data import DataState, Tokens, TrainLoader, build_train_loader
+from minititan.data import DataState, TrainLoader, build_train_loader
 from minititan.data.mixture import Mixture, Stage
 from minititan.data.samples import Samples, Windows
-from minititan.data.shards import ShardWriter
+from tests.token_sets import save_tokens
 
 T = 4
 
@@ -154,11 +154,8 @@ def sources(streams, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Samp
     found = {}
     for number, stream in enumerate(streams):
         folder = tmp_path_factory.mktemp("tokens")
-        writer = ShardWriter(folder, 60000, "tokenizer", shard_tokens=50)
-        for part in np.array_split(stream, 7):
-            writer.write(part, np.arange(0, len(part), 11))
-        writer.finish()
-        tokens = Tokens(folder, "numbers")
+        starts = np.arange(0, len(stream), 11)
+        tokens = save_tokens(folder, stream, starts, 60000, tuple(starts[4::4].tolist()), "numbers")
         found[f"s{number}"] = Windows(tokens, T, boundaries=False, skip_first_labels=False)
     return found
 

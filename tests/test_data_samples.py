@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from minititan.data import Tokens, build_samples
 from minititan.data.packing import Packing, best_fit, pack, write_packing
 from minititan.data.samples import IGNORED_LABEL, NO_SAMPLE, SampleRows, Samples
-from minititan.data.shards import ShardWriter
 from minititan.models import decoder
+from tests.token_sets import save_tokens
 
 LENGTHS = [5, 1, 30, 2, 9, 17, 8, 1, 3, 40, 6, 7, 3, 4]
 T = 8
@@ -24,11 +24,9 @@ T = 8
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Tokens:
     """Documents of LENGTHS tokens, in small shards: 100 d + i is the i-th of document d."""
     folder = tmp_path_factory.mktemp("tokens")
-    writer = ShardWriter(folder, 2000, "tokenizer", shard_tokens=40)
-    for d, length in enumerate(LENGTHS):
-        writer.write(100 * d + np.arange(length), np.array([0]))
-    writer.finish()
-    return Tokens(folder, "numbers")
+    stream = np.concatenate([100 * d + np.arange(length) for d, length in enumerate(LENGTHS)])
+    starts = np.cumsum([0, *LENGTHS[:-1]])
+    return save_tokens(folder, stream, starts, 2000, tuple(starts[[4, 6, 9, 10]].tolist()), "numbers")
 
 
 def samples_of(tokens: Tokens, kind: str, cache: Path, **options) -> Samples:

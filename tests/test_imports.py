@@ -15,7 +15,8 @@ LEVELS = [
     {"models", "distributed", "faults", "run_status", "signals"},
     {"checkpoint", "data", "optimizer", "loss", "metrics", "sinks", "profiling", "registry", "parallelisms"}
     | {"gradients", "guard", "init", "loss_scale", "muon", "step_requests"},
-    {"train", "build", "run", "report", "resume", "saving", "validate", "generate", "plan"},
+    {"train", "build", "run", "report", "resume", "saving", "validate", "generate", "plan"}
+    | {"prepare", "inspect_data"},
     {"__main__"},
 ]
 LEVEL = {unit: level for level, units in enumerate(LEVELS) for unit in units}

@@ -24,7 +24,7 @@ class DataSource(Section):
     name: Text
     """What metrics and messages call it."""
     path: OptionalText = None
-    """Local file, folder or glob."""
+    """As `training.dataset_path`."""
     dataset: OptionalText = None
     """A data set by name, as `training.dataset`."""
     weight: Annotated[float, Range(low=0)] = 1.0
@@ -46,11 +46,17 @@ class Data(Section):
     cache_folder: OptionalText = None
     """Folder of prepared tokens; shared storage on several nodes; unset or empty: the user's cache folder."""
     text_key: Text = "text"
-    """Key of the text in a JSON line."""
+    """Key of the text in a JSON line; column of the text in a parquet file."""
+    txt_lines: bool = False
+    """Each line of a .txt file is a document; false: each file is."""
     add_bos: bool = False
     """Begin each document with the tokenizer's beginning-of-sequence id."""
     add_eos: bool = True
     """End each document with the tokenizer's end-of-sequence id."""
+    on_bad_record: Literal["error", "skip"] = "error"
+    """What a document that cannot be read does: end the run, or be left out, counted and listed."""
+    npy_dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = None
+    """Type of the tokens in .npy files without a header of numpy's."""
     samples: Literal["window", "pack", "pad"] = "window"
     """How documents become sequences: windows of the running text; whole documents packed into them, best
     fit; or one document a sequence, cut or padded."""

@@ -202,7 +202,8 @@ class Training(Section):
     dataset: Text = "stdlib"
     """Data set: "stdlib" (built in) or a name such as "c4". (TorchTitan: "c4_test".)"""
     dataset_path: OptionalText = None
-    """Local file, folder or glob that is used instead of a download; unset or empty: none."""
+    """File, folder, glob or `hf:NAME` of text, folder of `minititan prepare`, or token files (.bin and .idx,
+    .npy); used in place of `dataset`; unset or empty: none."""
     local_batch_size: Positive = 8
     """Sequences in a micro-batch of one data-parallel rank."""
     global_batch_size: Annotated[int, Range(low=1, special=-1)] = -1
@@ -254,7 +255,8 @@ class Validation(Section):
     dataset: Text = "c4_validation"
     """Data set; "stdlib" is the held-out part of the built-in data."""
     dataset_path: OptionalText = None
-    """Local file, folder or glob that is used instead of a download; unset or empty: none."""
+    """File, folder, glob or `hf:NAME` of text, folder of `minititan prepare`, or token files (.bin and .idx,
+    .npy); used in place of `dataset`; unset or empty: none."""
     local_batch_size: Positive = 8
     """Sequences in a batch of one data-parallel rank."""
     seq_len: Positive = 2048

@@ -15,8 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from minititan.config import ConfigError
-from minititan.data.cache import locked
-from minititan.data.shards import Tokens, sync
+from minititan.data.locks import locked
+from minititan.data.shards import sync
+from minititan.data.tokens import Tokens
 
 VERSION = 1
 BLOCK_DOCUMENTS = 1 << 18

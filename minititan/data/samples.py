@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Dataset
 
 from minititan.data.packing import Packing, open_packing
-from minititan.data.shards import Tokens
+from minititan.data.tokens import Tokens
 
 IGNORED_LABEL = -100
 NO_SAMPLE = -1
@@ -95,9 +95,8 @@ class Documents:
 
     def read(self, k: int, rows: Rows, row: int) -> None:
         begins, ends = self.tokens.documents(k, 1)
-        _read_piece(
-            self.tokens, rows, row, 0, int(begins[0]), min(int(ends[0] - begins[0]) - 1, self._seq_len)
-        )
+        pairs = max(min(int(ends[0] - begins[0]) - 1, self._seq_len), 0)
+        _read_piece(self.tokens, rows, row, 0, int(begins[0]), pairs)
 
 
 class Packed:

@@ -110,7 +110,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW_CASES = {"a save", "a step, all ranks"}  # what they show others show too, together
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW_CASES else name for name in CASES]
+)
 def test_all_ranks_stop_at_one_step_and_the_same_command_goes_on(name, straight, tmp_path, token_cache):
     keys, world, moment, number, ranks, step = CASES[name]
     outcomes = run_ranks(stop_and_go_on, world, tmp_path, token_cache, keys, moment, number, ranks)
