@@ -83,7 +83,7 @@ def test_a_disk_without_room_is_found_before_anything_is_written(tmp_path, monke
         if fits:
             assert save(tmp_path, 2, None, keep_latest_k=0) == [1, 2]
         else:
-            rule = r"has 0\.0 MB left, of 0\.0 MB that are needed; make room"
+            rule = r"\(rank 0: the disk has 0\.0 MB left, of 0\.0 MB that are needed\); make room"
             with pytest.raises(ConfigError, match=rule):
                 save(tmp_path, 2, None, keep_latest_k=0)
             assert [path.name for path in tmp_path.iterdir()] == ["step-1"]

@@ -185,4 +185,5 @@ def _checked(
     else:
         assert first.said == ""
     text = said.replace(f"{folder}/", "").replace(str(folder), "...")
+    text = re.sub(r"[\d.]+ MB left, of [\d.]+ MB", "N MB left, of M MB", text)
     return Outcome(re.sub(r"\d+ bytes, must be \d+", SIZE, text), first.restart)

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 from tests.checkpoints import flip, largest_file, seal_again
 
@@ -78,6 +80,10 @@ def _quota(folder: Path) -> Any:
     return largest_file(4000)
 
 
+def _silent_disk(folder: Path) -> Any:
+    return mock.patch("shutil.disk_usage", return_value=SimpleNamespace(total=0, used=0, free=0))
+
+
 def _refused(cause: str, ranks: object = 1) -> Outcome:
     way_out = "make room or set another job.dump_folder; the newest checkpoint is step 2"
     where = 'checkpoint.folder = "...": step 3 could not be saved'
@@ -91,11 +97,17 @@ SAVING = (
     Saving("SIGKILL before the folder has its name", Outcome(KILLED, 2), "checkpoint.before_rename@0=kill"),
     Saving("SIGKILL after the folder has its name", Outcome(KILLED, 3), "checkpoint.after_rename@0=kill"),
     Saving("SIGKILL while an old step is removed", Outcome(KILLED, 3), "checkpoint.retain@0=kill"),
+    Saving(
+        "a disk with too little room (of 256 KiB)",
+        _refused("the disk has N MB left, of M MB that are needed", 0),
+        disk_kib=256,
+    ),
     # Rank 0 waits until rank 1 has filled the disk.
     Saving(
-        "a full disk (of 256 KiB)",
+        "a full disk (of 256 KiB) that does not tell its room",
         _refused("No space left on device", "0, 1"),
         "checkpoint.write#1@0=1",
+        around=_silent_disk,
         disk_kib=256,
     ),
     Saving(
