@@ -249,9 +249,8 @@ class Trainer:
         begin = time.perf_counter()
         gc.disable()  # a collection at a random moment on one rank makes all ranks wait: all collect together
         batches = iter(self.loader)
-        self.requests.on_any_rank(
-            [torch.zeros((), device=self.device)]
-        )  # a signal came before the first step
+        # A signal may have come before the first step.
+        self.requests.on_any_rank([torch.zeros((), dtype=torch.bool, device=self.device)])
         with build.profiler_of(self.job, self.place, self.metrics, self.steps_done) as profiler:
             first = self.steps_done + 1
             while self.steps_done < self.last_step and not self.requests.stop:
