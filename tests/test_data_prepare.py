@@ -324,6 +324,17 @@ def test_changed_file_costs_its_own_shards_only(tmp_path: Path):
     assert files_in(tmp_path / "set").keys() == files_in(tmp_path / "whole").keys()
 
 
+@pytest.mark.usefixtures("small")
+def test_file_that_changed_between_two_starts_is_prepared_again(tmp_path: Path):
+    """Though its size is the same and its shards were finished."""
+    expected = corpus(tmp_path / "in")
+    assert make(tmp_path / "set", tmp_path / "in", part=(1, 2)) == (2,)
+    file = tmp_path / "in" / "a.jsonl"
+    file.write_bytes(file.read_bytes().replace(b"a 3", b"a X"))
+    make(tmp_path / "set", tmp_path / "in")
+    assert documents_in(tmp_path / "set") == [text.replace("a 3", "a X") for text in expected]
+
+
 KILLED = """
 import os, signal, sys
 from pathlib import Path

@@ -44,8 +44,7 @@ class MegatronStarts(NamedTuple):
         # bisect, since numpy would copy what is not aligned, all of it.
         within = [bisect_left(pointers, place * self.itemsize) for place in (low, high)]
         begin, end = (bisect_left(first, sequence) for sequence in within)
-        starts = np.unique(pointers[first[begin:end]]) // self.itemsize
-        return starts[starts < high]
+        return np.unique(pointers[first[begin:end]]) // self.itemsize
 
     def numbered(self, maps: tuple[np.ndarray, np.ndarray], low: int, high: int) -> np.ndarray:
         pointers, first = maps
