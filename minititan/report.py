@@ -53,6 +53,17 @@ def closing_lines(run: Run, step: int, seconds: float | None) -> str:
     return "\n".join(lines)
 
 
+def stopped_lines(run: Run, step: int, signal: str | None, seconds: float) -> str:
+    """Return where a run stands that a signal stopped, and how it goes on."""
+    section = run.config.checkpoint
+    took = f"{int(seconds // 60)} min {seconds % 60:.0f} s"
+    head = f"The run was stopped by {signal}: step {step} of {run.config.training.steps} after {took}."
+    if section.enable and not section.load_only:
+        return f"{head}\n  checkpoints  {run.checkpoint_folder}\nThe same command goes on from here."
+    key = "checkpoint.load_only = true" if section.enable else "checkpoint.enable = false"
+    return f"{head}\nNothing is saved ({key}): the same command starts where this run did."
+
+
 def write_config(run: Run) -> None:
     """Print and save the resolved TOML where the config asks for it."""
     job = run.config.job

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from minititan.checkpoint.checkpointer import Checkpointer, Verified
 from minititan.checkpoint.folder import step_folder, step_folders
 from minititan.checkpoint.manifest import verify
 from minititan.config import Config, ConfigError
+from minititan.config.error import literal
 from minititan.data import DataState, TrainLoader
 from minititan.distributed import Distributed
 from minititan.guard import Guard
@@ -47,18 +47,12 @@ class Checkpoints:
         self.checkpointer = Checkpointer(
             run.checkpoint_folder,
             keep_latest_k=self.section.keep_latest_k,
+            keep_every_n_steps=self.section.keep_every_n_steps,
+            keep_best_k=self.section.keep_best_k,
             rank=place.rank,
             say=say,
             hashes=self.section.verify == "hashes",
         )
-
-    def due(self, step: int, last_step: int) -> bool:
-        """Whether this step, of a run that ends with `last_step`, is to be saved."""
-        section = self.section
-        if not section.enable or section.load_only:
-            return False
-        first = step == 1 and section.enable_first_step_checkpoint
-        return first or step % section.interval == 0 or step == last_step
 
     def tensors(self, *, model_only: bool = False) -> dict[str, Tensor]:
         """Return the live tensors of a checkpoint by name."""
@@ -68,25 +62,26 @@ class Checkpoints:
         state = optimizer_tensors(self.optimizer, self.parameters)
         return model | {f"optimizer.{name}": tensor for name, tensor in state.items()}
 
-    def save(self, progress: Progress, *, last: bool) -> None:
-        """Save the run as it stands; `last`: at its end."""
-        run, step = self.run, progress.steps_done
+    def to_save(
+        self, progress: Progress, *, last: bool, validation_loss: float | None
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return what `Checkpointer.save` takes after the step: live tensors, and all else by keyword.
+
+        `last`: at the end of the run. `validation_loss`: of the validation at this step, if there was one.
+        """
+        config = self.run.config
         state = {
-            "train_state": {"tokens_seen": progress.tokens_seen},
+            "train_state": {"tokens_seen": progress.tokens_seen, "validation_loss": validation_loss},
             "guard": self.guard.state(),
             "dataloader": dataclasses.asdict(self.loader.state()),
-            **settings_of(run.config),
+            **settings_of(config),
         }
-        model = run.config.model
-        begin = time.perf_counter()
-        self.checkpointer.save(
-            step,
-            self.tensors(model_only=last and self.section.last_save_model_only),
-            state,
-            model={"name": model.name, "flavor": model.flavor, "args": dataclasses.asdict(run.args)},
-            layout=dataclasses.asdict(run.layout),
-        )
-        self.say(f"Saved step {step} in {time.perf_counter() - begin:.1f} s")
+        args = dataclasses.asdict(self.run.args)
+        return self.tensors(model_only=last and self.section.last_save_model_only), {
+            "train_state": state,
+            "model": {"name": config.model.name, "flavor": config.model.flavor, "args": args},
+            "layout": dataclasses.asdict(self.run.layout),
+        }
 
     def load(self) -> Progress:
         """Resume from the run's own folder, or start from `checkpoint.initial_load_path`, if there is one."""
@@ -156,7 +151,8 @@ class Checkpoints:
             for key, value in before.items():
                 here = json.loads(json.dumps(now[section].get(key)))  # as it would be saved
                 if here != value:
-                    self.say(f"{section}.{key} = {here}: the checkpoint has {value}; the config wins")
+                    before_it = f"the checkpoint has {literal(value)}"
+                    self.say(f"{section}.{key} = {literal(here)}: {before_it}; the config wins")
 
 
 def settings_of(config: Config) -> dict[str, dict[str, Any]]:

@@ -37,6 +37,17 @@ class Run:
     def checkpoint_folder(self) -> Path:
         return checkpoint_folder_of(self.config)
 
+    @property
+    def locked_folders(self) -> dict[str, Path]:
+        """The folders that only one run may write at a time, each under the key that sets it."""
+        folders, checkpoints = {"job.dump_folder": self.folder}, self.checkpoint_folder
+        inside = checkpoints.resolve().is_relative_to(self.folder.resolve())
+        return (
+            folders
+            if inside or not self.config.checkpoint.enable
+            else folders | {"checkpoint.folder": checkpoints}
+        )
+
 
 def folder_of(config: Config) -> Path:
     return Path(config.job.dump_folder).expanduser()

@@ -58,6 +58,10 @@ RANGES = [
     ("checkpoint.enable", "checkpoint.folder", [""], ["x"]),
     ("checkpoint.enable", "checkpoint.keep_latest_k", [-1], [0, 1]),
     ("checkpoint.enable", "checkpoint.load_step", [-2], [-1, 0]),
+    ("checkpoint.enable", "checkpoint.interval_minutes", [-0.5], [0, 0.5]),
+    ("checkpoint.enable", "checkpoint.save_failures_allowed", [-1], [0, 1]),
+    ("checkpoint.enable", "checkpoint.keep_every_n_steps", [-1], [0, 1]),
+    ("checkpoint.enable validation.enable", "checkpoint.keep_best_k", [-1], [0, 1]),
     (
         "checkpoint.enable",
         "checkpoint.exclude_from_loading",
@@ -86,7 +90,7 @@ RANGES = [
 
 @pytest.mark.parametrize("switch, key, wrong, right", RANGES)
 def test_range(tmp_path: Path, switch: str, key: str, wrong: list, right: list) -> None:
-    switches = [switch] if switch else []
+    switches = switch.split()
     for value in wrong:
         found = faults(tmp_path, *switches, f"{key}={value}")
         assert len(found) == 1
@@ -216,10 +220,6 @@ REFUSED = {
         ["checkpoint.enable", "checkpoint.last_save_model_only", "checkpoint.export_dtype=bfloat16"],
         "export in another type is not there yet",
     ),
-    "checkpoint.async_mode": (
-        ["checkpoint.enable", "checkpoint.async_mode=async"],
-        'saving in the background is not there yet; only "disabled" so far',
-    ),
     "checkpoint.create_seed_checkpoint": (
         ["checkpoint.enable", "checkpoint.create_seed_checkpoint"],
         "not needed: with one seed every layout starts from the same weights; leave it out",
@@ -277,6 +277,10 @@ def test_keys_that_must_agree(tmp_path: Path) -> None:
         "lr_scheduler.total_steps = 9: must be at least training.steps (10); raise it or leave it out",
     )
     assert faults(tmp_path, "lr_scheduler.total_steps=10", "training.steps=10") == ()
+    assert faults(tmp_path, "checkpoint.enable", "checkpoint.keep_best_k=2") == (
+        "checkpoint.keep_best_k = 2: the best checkpoints are those of lowest validation loss; "
+        "set validation.enable, or 0",
+    )
     budget, compiled = "activation_checkpoint.mode=memory_budget", "compile.enable"
     rule = 'activation_checkpoint.mode = "memory_budget": only compiled blocks keep to a memory budget'
     for uncompiled in ([], [compiled, "compile.components=loss"]):

@@ -12,12 +12,13 @@ import os
 import pickle
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup, is_initialized
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
@@ -220,7 +221,9 @@ def read_metadata(path: Path, manifest: Manifest) -> Metadata:
     return metadata
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[str, TensorInfo], dict[str, File]]:
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], group: ProcessGroup | None = None
+) -> tuple[dict[str, TensorInfo], dict[str, File]]:
     """Writes the shards of all ranks into an existing folder; all ranks must call it.
 
     Returns what the tensors of all ranks are, and the files that this rank wrote, by name. Raises
@@ -229,7 +232,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[str, 
     detached = {key: tensor.detach() for key, tensor in tensors.items()}
     writer = _Writer(path)
     with _dcp():
-        metadata = save(detached, storage_writer=writer, planner=_SavePlanner())
+        metadata = save(detached, storage_writer=writer, planner=_SavePlanner(), process_group=group)
     return _infos(metadata), writer.fs.written
 
 
@@ -255,8 +258,10 @@ def read_tensors(path: Path, metadata: Metadata, tensors: Mapping[str, Tensor]) 
 
 @contextmanager
 def _dcp() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    with ExitStack() as stack:
+        if not is_initialized():  # in a run there is a group, and filters belong to all of its threads
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
             yield
         except CheckpointException as error:  # a BaseException: `except Exception` would let it through

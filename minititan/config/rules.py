@@ -144,7 +144,6 @@ REFUSALS = (
         "float32",
         lambda c: c.checkpoint.enable and c.checkpoint.last_save_model_only,
     ),
-    _not_yet("checkpoint.async_mode", "saving in the background", "disabled", _checkpoints),
     Refusal(
         "checkpoint.create_seed_checkpoint",
         lambda c: c.checkpoint.enable and c.checkpoint.create_seed_checkpoint,
@@ -250,6 +249,9 @@ def relation_faults(config: Config) -> list[str]:
         rule = "only compiled blocks keep to a memory budget"
         way_out = 'set compile.enable with "model" among compile.components, or use "selective"'
         faults.append(config.fault("activation_checkpoint.mode", rule, way_out))
+    if config.checkpoint.enable and config.checkpoint.keep_best_k > 0 and not config.validation.enable:
+        rule = "the best checkpoints are those of lowest validation loss"
+        faults.append(config.fault("checkpoint.keep_best_k", rule, "set validation.enable, or 0"))
     dtype, state = config.training.dtype, config.optimizer.state_dtype
     if config.training.mixed_precision_param == "float16" and dtype != "float32":
         rule = f'needs training.dtype = "float32", not "{dtype}"'
