@@ -462,6 +462,18 @@ def test_command_says_what_it_made_and_does_it_once(tmp_path: Path, capsys: pyte
     assert "usage: minititan prepare" in capsys.readouterr().out
 
 
+def test_progress_in_lines(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("minititan.data.progress.LINE_SECONDS", -1.0)
+    said: list[str] = []
+    lines = Lines(said.append)
+    lines.begin(100)
+    lines.advance(0, 0)
+    lines.advance(20, 1000)
+    lines.advance(5, 500)
+    assert said[0].startswith("prepared 0 tokens so far, ") and "left" not in said[0]
+    assert "prepared 1,500 tokens so far, " in said[2] and ", 25% of the input, about 0 s left" in said[2]
+
+
 def test_output_into_a_pipe_that_ends_early(tmp_path: Path):
     reader, writer = os.pipe()
     os.close(reader)
