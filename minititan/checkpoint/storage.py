@@ -8,7 +8,7 @@ the same in another place and on another Python.
 import os
 import pickle
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -178,26 +178,43 @@ def check_files(path: Path, metadata: Metadata) -> None:
         raise ConfigError(*faults)
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Metadata:
+class _LatePlanner(DefaultSavePlanner):
+    """Asks for each tensor when it is written, so that one is in memory at a time."""
+
+    def __init__(self, read: Callable[[str], Tensor]):
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._read = read
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self._read(index.fqn)
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], read: Callable[[str], Tensor] | None = None
+) -> Metadata:
     """Writes the shards of all ranks into an existing folder; all ranks must call it.
 
-    Raises RanksFailedError on all ranks when it failed on one.
+    With `read`, which gives the values by key, `tensors` may be meta tensors, on one process. Raises
+    RanksFailedError on all ranks when it failed on one.
     """
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner = planner if read is None else _LatePlanner(read)
     detached = {key: tensor.detach() for key, tensor in tensors.items()}
     with _dcp():
         return save(detached, storage_writer=_Writer(path), planner=planner)
 
 
-def read_tensors(path: Path, metadata: Metadata, tensors: Mapping[str, Tensor]) -> None:
-    """Overwrites `tensors`, each rank its own shards; all ranks must call it.
+def read_tensors(
+    path: Path, metadata: Metadata, tensors: Mapping[str, Tensor], alone: bool = False
+) -> None:
+    """Overwrites `tensors`, each rank its own shards; all ranks must call it, unless one reads `alone`.
 
     Raises RanksFailedError on all ranks when it failed on one.
     """
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     detached = {key: tensor.detach() for key, tensor in tensors.items()}
     with _dcp():
-        load(detached, storage_reader=_Reader(path, metadata), planner=planner)
+        load(detached, storage_reader=_Reader(path, metadata), planner=planner, no_dist=alone)
 
 
 @contextmanager
