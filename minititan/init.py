@@ -65,7 +65,9 @@ def _fill(
     row_elements = max(1, full_shape[1:].numel())
     rows = max(1, BLOCK_ELEMENTS // row_elements)
     first, last = offset[0], offset[0] + local.shape[0]
-    columns = tuple(slice(start, start + size) for start, size in zip(offset[1:], local.shape[1:], strict=True))
+    columns = tuple(
+        slice(start, start + size) for start, size in zip(offset[1:], local.shape[1:], strict=True)
+    )
     for block in range(first // rows, -(-last // rows)):
         start = block * rows
         values = torch.full(

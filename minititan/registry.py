@@ -95,7 +95,7 @@ def families() -> Mapping[str, ModelSpec]:
 
 
 def restored(name: str, args: Mapping[str, Any], fault: Fault) -> tuple[ModelSpec, Any]:
-    """Return the spec and the arguments of a model whose arguments are all given, as a checkpoint has them."""
+    """Return the spec and the arguments of a model; a checkpoint has all of them."""
     spec = _lookup(_registry, name, "model.name", fault)
     return spec, _override(next(iter(spec.flavors.values())), args, fault)
 

@@ -4,16 +4,12 @@
 `Trainer.run` is the loop around it.
 """
 
-import dataclasses
 import gc
 import hashlib
-import json
 import signal
 import sys
 import time
 from collections.abc import Sequence
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,12 +18,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from minititan import build
-from minititan.checkpoint.checkpointer import Checkpointer
-from minititan.checkpoint.folder import committed_steps
-from minititan.checkpoint.rng import restore_rng, rng_tensors
 from minititan.config import Config, ConfigError, load
 from minititan.config.command_line import USAGE, asks_for_help
-from minititan.data import DataState
 from minititan.distributed import (
     Distributed,
     first_error_speaks,
@@ -43,9 +35,10 @@ from minititan.distributed import (
 from minititan.gradients import clip_gradients, finish_gradients, gradient_norm, unscale_gradients
 from minititan.loss import IGNORED
 from minititan.metrics import MetricsLogger, Step
-from minititan.optimizer import lr_at, optimizer_tensors, set_lr_factor
+from minititan.optimizer import lr_at, set_lr_factor
 from minititan.parallelisms import build_meshes
 from minititan.report import closing_lines, opening_lines, write_config
+from minititan.resume import Checkpoints, Progress, completed_step
 from minititan.run import Run, check
 from minititan.validate import run_validation
 
@@ -71,13 +64,10 @@ class Trainer:
         # Taken once: while FSDP has gathered a unit's parameters, its modules hold others.
         self.parameters = dict(self.model.named_parameters())
         self.optimizer = build.optimizer_of(run.config, self.parameters, self.device)
-        self.checkpointer = Checkpointer(
-            run.checkpoint_folder,
-            keep_latest_k=run.config.checkpoint.keep_latest_k,
-            rank=place.rank,
-            say=self.say,
-        )
         self.guard = build.guard_of(run.config, self.say)
+        self.checkpoints = Checkpoints(
+            run, place, self.parameters, self.optimizer, self.loader, self.guard, self.say
+        )
         self.steps_done = 0
         self.tokens_seen = 0
 
@@ -85,7 +75,8 @@ class Trainer:
     def build(cls, run: Run, place: Distributed) -> "Trainer":
         """Return a trainer that stands where the run's checkpoint left off, or at the start. Every rank."""
         trainer = cls(run, place)
-        trainer.load_checkpoint()
+        progress = trainer.checkpoints.load()
+        trainer.steps_done, trainer.tokens_seen = progress.steps_done, progress.tokens_seen
         trainer.metrics = build.metrics_of(
             run, place, step=trainer.steps_done, tokens_seen=trainer.tokens_seen
         )
@@ -217,9 +208,9 @@ class Trainer:
                 if self.validation_due(self.steps_done):
                     with self.metrics.paused():
                         self.validate()
-                if self.save_due(self.steps_done):
+                if self.checkpoints.due(self.steps_done):
                     with self.metrics.paused():
-                        self.save_checkpoint()
+                        self.checkpoints.save(Progress(self.steps_done, self.tokens_seen))
         gc.enable()
         self.metrics.close()
         self.say(closing_lines(self.job, self.steps_done, time.perf_counter() - begin))
@@ -237,121 +228,6 @@ class Trainer:
             tokens=result.tokens,
             seconds=result.seconds,
         )
-
-    # ---- checkpoints
-
-    def save_due(self, step: int) -> bool:
-        section = self.config.checkpoint
-        if not section.enable or section.load_only:
-            return False
-        first = step == 1 and section.enable_first_step_checkpoint
-        return first or step % section.interval == 0 or step == self.config.training.steps
-
-    def state_tensors(self) -> dict[str, Tensor]:
-        """Return the live tensors of a checkpoint by name, to be saved or loaded in place."""
-        model = {f"model.{name}": parameter.detach() for name, parameter in self.parameters.items()}
-        state = optimizer_tensors(self.optimizer, self.parameters)
-        return (
-            model
-            | {f"optimizer.{name}": tensor for name, tensor in state.items()}
-            | rng_tensors(self.place.rank)
-        )
-
-    def save_checkpoint(self) -> None:
-        tensors = self.state_tensors()
-        last = self.steps_done == self.config.training.steps
-        if last and self.config.checkpoint.last_save_model_only:
-            tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
-        model = self.config.model
-        state = {
-            "train_state": {"tokens_seen": self.tokens_seen},
-            "guard": self.guard.state(),
-            "dataloader": dataclasses.asdict(self.loader.state()),
-            "lr_scheduler": schedule_of(self.config),
-            "model": {"name": model.name, "flavor": model.flavor, "args": dataclasses.asdict(self.job.args)},
-            "versions": {"minititan": version("minititan"), "torch": torch.__version__},
-        }
-        begin = time.perf_counter()
-        self.checkpointer.save(self.steps_done, tensors, state)
-        self.say(f"Saved step {self.steps_done} in {time.perf_counter() - begin:.1f} s")
-
-    def load_checkpoint(self) -> None:
-        """Resume from the run's own folder, or start from `checkpoint.initial_load_path`, if there is one."""
-        section = self.config.checkpoint
-        if not section.enable:
-            if steps := self.checkpointer.steps():
-                self.say(
-                    f"checkpoint.enable = false, and {self.checkpointer.folder} holds checkpoints up to step "
-                    f"{steps[-1]}: they are left alone, and this run starts from step 0"
-                )
-            return
-        newest = self.checkpointer.latest()
-        step = newest if section.load_step < 0 else section.load_step
-        if step is not None:
-            state = self.load_from(step, model_only=False)  # raises where the step is not there
-            if newest is not None and self.steps_done < newest and not section.load_only:
-                for name in self.checkpointer.set_newer_aside(self.steps_done):
-                    self.say(f"A newer checkpoint was moved aside: {self.checkpointer.folder / name}")
-            anew = "" if self.steps_done == step else f"; steps are counted from {self.steps_done}"
-            self.say(f"Resumed from step {step}, saved by {state['world_size']} processes{anew}")
-        elif section.initial_load_path:
-            self.load_from(Path(section.initial_load_path).expanduser(), section.initial_load_model_only)
-            self.say(f"Started from {section.initial_load_path}, at step {self.steps_done}")
-
-    def load_from(self, source: Any, model_only: bool) -> dict[str, Any]:
-        """Load a step of the run's folder, or another checkpoint's folder, and take over its counters."""
-        tensors = self.state_tensors()
-        if model_only:
-            tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
-        exclude = self.config.checkpoint.exclude_from_loading
-        state = self.checkpointer.load(source, tensors, exclude)
-        self.note_changes(state)
-        if model_only:
-            return state
-        if missing := {"train_state", "dataloader"}.difference(state, exclude):
-            where = f"the train_state.json of {'step ' * isinstance(source, int)}{source}"
-            raise ConfigError(f"{where}: lacks {', '.join(sorted(missing))}; use another checkpoint")
-        if "train_state" in state:
-            self.steps_done, self.tokens_seen = state["step"], state["train_state"]["tokens_seen"]
-            rng = {name: tensor for name, tensor in tensors.items() if name.startswith("rng.")}
-            seed, rank = self.config.debug.seed or 0, self.place.rank
-            restore_rng(rng, rank=rank, seed=seed, step=self.steps_done)
-            self.guard.restore(state.get("guard", self.guard.state()))
-        if "dataloader" in state:
-            self.loader.resume(DataState.from_json(json.dumps(state["dataloader"])), self.config.fault)
-        return state
-
-    def note_changes(self, state: dict[str, Any]) -> None:
-        """Say where the config, which wins, differs from what the checkpoint was saved with."""
-        pairs = [("lr_scheduler", schedule_of(self.config), state.get("lr_scheduler", {}))]
-        pairs.append(
-            ("model.args", dataclasses.asdict(self.job.args), state.get("model", {}).get("args", {}))
-        )
-        for section, now, before in pairs:
-            for key, value in before.items():
-                if now.get(key) != value:
-                    self.say(f"{section}.{key} = {now.get(key)}: the checkpoint has {value}; the config wins")
-
-
-def schedule_of(config: Config) -> dict[str, Any]:
-    """Return what the learning rate is a function of, for the checkpoint."""
-    schedule = config.lr_scheduler.model_dump()
-    return {
-        **schedule,
-        "lr": config.optimizer.lr,
-        "total_steps": schedule["total_steps"] or config.training.steps,
-    }
-
-
-def completed_step(run: Run) -> int | None:
-    """Return the step that the run would resume from, where nothing is left to do after it; else None."""
-    section = run.config.checkpoint
-    if not section.enable or "train_state" in section.exclude_from_loading:
-        return None
-    step = section.load_step
-    if step < 0:
-        step = max(committed_steps(run.checkpoint_folder), default=0)
-    return step if step >= run.config.training.steps else None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -479,7 +479,7 @@ AFTER: dict[str, tuple[str, str]] = {
     "a folder of checkpoints": (
         "--job.dump_folder {tmp}/new --checkpoint.initial_load_path {tmp}/dump/checkpoint",
         'command line: checkpoint.initial_load_path = "{tmp}/dump/checkpoint": must be a checkpoint, '
-        "a folder with train_state.json; inside it: step-2",
+        "a folder with COMMIT.json; inside it: step-2",
     ),
     "numbers that explode": (
         "--job.dump_folder {tmp}/new --optimizer.lr 1e30",

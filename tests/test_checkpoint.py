@@ -7,16 +7,18 @@ import resource
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from minititan.checkpoint import folder
+from minititan.checkpoint import folder, manifest
 from minititan.checkpoint.checkpointer import Checkpointer
 from minititan.checkpoint.folder import check_writable
-from minititan.checkpoint.rng import restore_rng, rng_tensors
+from minititan.checkpoint.manifest import File
 from minititan.config import ConfigError
 from tests.distributed.harness import RankError, run_ranks
 
@@ -52,6 +54,12 @@ def fails_to_load(there: Checkpointer, source: int | Path, target: dict[str, Ten
     assert target.keys() == before.keys()
     assert all(torch.equal(target[key], before[key]) for key in before)
     return str(caught.value)
+
+
+def newest(there: Checkpointer) -> int:
+    found = there.newest()
+    assert found is not None
+    return found.manifest.step
 
 
 # Loading: misuse
@@ -126,36 +134,67 @@ class Evil:
         return os.mkdir, ("evil",)
 
 
+def rewritten(path: Path) -> None:
+    """Makes the manifest agree with the files as they are now, as one who means harm would."""
+    old = manifest.read(path)
+    files = {
+        name: File(size=(path / name).stat().st_size, sha256=sha256((path / name).read_bytes()).hexdigest())
+        for name in old.files
+    }
+    manifest.write(path, old.model_copy(update={"files": files}))
+
+
 @pytest.mark.parametrize(
-    "file, content, part",
+    "file, content, fault",
     [
-        ("train_state.json", b"{", "damaged"),
-        ("train_state.json", b'{"step": 2}', "damaged ('format_version')"),
-        ("train_state.json", b'{"format_version": 2}', "format_version = 2: must be 1"),
-        (".metadata", None, "cannot be read (No such file or directory)"),
-        (".metadata", b"", "damaged"),
-        (".metadata", pickle.dumps({"a": 1}), "damaged (no list of tensors)"),
-        (".metadata", pickle.dumps(Evil()), "mkdir is not a record of tensors"),
+        ("COMMIT.json", None, "missing"),
+        ("COMMIT.json", b"", "damaged (its content does not have the SHA-256 in its last line)"),
+        ("COMMIT.json", b"{}", "damaged (its content does not have the SHA-256 in its last line)"),
+        ("train_state.json", None, "missing"),
+        ("train_state.json", b"{", "1 bytes, must be "),
+        (".metadata", None, "missing"),
+        (".metadata", b"", "0 bytes, must be "),
         ("__0_0.distcp", None, "missing"),
-        ("__0_0.distcp", b"short", "5 bytes, must be"),
+        ("__0_0.distcp", b"short", "5 bytes, must be "),
+        ("__0_0.distcp", bytes, "damaged (its SHA-256 is not that of what was saved)"),
+        (".metadata", bytes, "damaged (its SHA-256 is not that of what was saved)"),
+        ("train_state.json", bytes, "damaged (its SHA-256 is not that of what was saved)"),
     ],
 )
-def test_damage_is_found_before_a_tensor_changes(saved, file, content, part, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_damage_is_found_before_a_tensor_changes(saved, file, content, fault):
     path = saved.folder / "step-2" / file
+    size = path.stat().st_size
     path.unlink()
     if content is not None:
-        path.write_bytes(content)
-    text = fails_to_load(saved, saved.folder / "step-2", tensors(0))
-    assert str(path) in text or file == "train_state.json"
-    if not (file == "train_state.json" and content is None):
-        assert part in text
+        path.write_bytes(bytes(size) if content is bytes else content)
+    if file != "COMMIT.json" or content is not None:
+        assert fails_to_load(saved, 2, tensors(0)).startswith(f"{path}: {fault}")
+    assert fails_to_load(saved, saved.folder / "step-2", tensors(0)).partition(";")[0].startswith(f"{path}: ")
+
+
+@pytest.mark.parametrize(
+    "content, fault",
+    [
+        (pickle.dumps({"a": 1}), "damaged (no list of tensors)"),
+        (pickle.dumps(Evil()), "mkdir is not a record of tensors"),
+    ],
+)
+def test_metadata_that_lies_runs_no_code_even_when_the_manifest_vouches_for_it(
+    saved, content, fault, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    path = saved.folder / "step-2"
+    (path / ".metadata").write_bytes(content)
+    rewritten(path)
+    text = fails_to_load(saved, 2, tensors(0))
+    assert text.startswith(f"{path}/.metadata: ") and fault in text
     assert not Path("evil").exists()
 
 
 def test_a_shard_that_cannot_be_parsed_is_an_error_that_names_the_checkpoint(saved):
     shard = saved.folder / "step-2" / "__0_0.distcp"
     shard.write_bytes(bytes(shard.stat().st_size))
+    rewritten(saved.folder / "step-2")
     with pytest.raises(ConfigError, match=f"{saved.folder}/step-2: damaged"):
         saved.load(2, tensors(0))
 
@@ -257,7 +296,7 @@ def test_a_kill_just_before_the_end_leaves_no_checkpoint_and_the_next_save_clean
         run_ranks(die_while_renaming, 1, saved.folder)
     torn = [name for name in os.listdir(saved.folder) if name.startswith(".tmp-step-3-")]
     assert len(torn) == 1
-    assert saved.latest() == 2
+    assert newest(saved) == 2
     saved.save(4, tensors(4), {})
     assert sorted(os.listdir(saved.folder)) == ["step-1", "step-2", "step-4"]
 
@@ -285,10 +324,28 @@ def test_every_byte_is_synced_before_the_folder_gets_its_name(tmp_path, monkeypa
 def test_a_checkpoint_gives_back_what_was_saved(saved):
     target = tensors(0)
     state = saved.load(2, target)
-    assert state == {"step": 2, "world_size": 1, "dataloader": {"samples_consumed": 16}, "tokens_seen": 3}
+    assert state == {"dataloader": {"samples_consumed": 16}, "tokens_seen": 3}
     assert all(torch.equal(target[key], tensor) for key, tensor in tensors(2.0).items())
     raw = json.loads((saved.folder / "step-2" / "train_state.json").read_text())
-    assert raw == state | {"format_version": 1}
+    assert raw == state
+    commit = json.loads((saved.folder / "step-2" / "COMMIT.json").read_text())
+    content, seal = (saved.folder / "step-2" / "COMMIT.json").read_text().split(',\n "sha256": ')
+    assert commit.pop("sha256") == sha256(content.encode()).hexdigest() == json.loads(seal[:-3])
+    for name, file in commit.pop("files").items():
+        data = (saved.folder / "step-2" / name).read_bytes()
+        assert file == {"size": len(data), "sha256": sha256(data).hexdigest()}
+    assert commit == {
+        "format_version": 2,
+        "step": 2,
+        "tensors": {
+            "model.a": {"shape": [5, 4], "dtype": "float32"},
+            "model.b": {"shape": [], "dtype": "float32"},
+            "optimizer.a.exp_avg": {"shape": [5, 4], "dtype": "float32"},
+        },
+        "model": {},
+        "layout": {"world_size": 1},
+        "versions": {"minititan": version("minititan"), "torch": torch.__version__},
+    }
 
 
 def test_sections_that_are_not_asked_for_are_not_loaded(saved):
@@ -316,13 +373,15 @@ def test_only_complete_folders_with_exact_names_are_steps(saved):
     ]
     for name in names:
         (saved.folder / name).mkdir()
-        if name != "step-9":  # it lacks its state
-            (saved.folder / name / "train_state.json").write_text("{}")
+        if name != "step-9":  # it lacks its manifest
+            (saved.folder / name / "COMMIT.json").write_bytes(
+                (saved.folder / "step-2" / "COMMIT.json").read_bytes()
+            )
     (saved.folder / "step-14").write_text("a file")
     (saved.folder / "step-15").symlink_to(saved.folder / "step-1")
     assert saved.steps() == [1, 2]
-    assert saved.latest() == 2
-    assert checkpointer(saved.folder / "none").latest() is None
+    assert newest(saved) == 2
+    assert checkpointer(saved.folder / "none").newest() is None
 
 
 def test_retention_keeps_the_newest_and_touches_nothing_else(tmp_path):
@@ -381,40 +440,3 @@ def test_steps_after_one_that_is_gone_back_to_are_moved_aside(saved):
     saved.save(2, tensors(2), {})
     assert saved.set_newer_aside(1) == ["abandoned-step-2-1"]
     assert saved.set_newer_aside(1) == []
-
-
-# Random states
-
-
-def test_random_numbers_go_on_where_they_were(tmp_path):
-    there = checkpointer(tmp_path)
-    torch.manual_seed(3)
-    torch.rand(5)
-    there.save(1, rng_tensors(0), {})
-    expected = torch.rand(4)
-    torch.manual_seed(11)
-    target = rng_tensors(0)
-    there.load(1, target)
-    assert restore_rng(target, rank=0, seed=3, step=1) == []
-    assert torch.equal(torch.rand(4), expected)
-
-
-def test_a_rank_without_a_saved_state_is_seeded_from_seed_step_and_rank(tmp_path):
-    there = checkpointer(tmp_path)
-    there.save(1, rng_tensors(0), {})
-    draws = []
-    for rank, seed, step in ((1, 3, 1), (1, 3, 1), (2, 3, 1), (1, 4, 1), (1, 3, 2)):
-        target = rng_tensors(rank)
-        there.load(1, target)
-        assert target == {}
-        assert f"rng.{rank}.cpu" in restore_rng(target, rank=rank, seed=seed, step=step)
-        draws.append(tuple(torch.rand(3).tolist()))
-    assert draws[0] == draws[1] and len(set(draws)) == 4
-
-
-def test_leaving_out_the_train_state_leaves_out_random_states(saved):
-    torch.manual_seed(1)
-    saved.save(3, tensors(3) | rng_tensors(0), {})
-    target = tensors(0) | rng_tensors(0)
-    saved.load(3, target, exclude=["train_state"])
-    assert "rng.0.cpu" not in target

@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from minititan.checkpoint import manifest
+from minititan.checkpoint.manifest import Manifest
 from minititan.config import load
 from minititan.report import closing_lines
+from minititan.resume import completed_step
 from minititan.run import Run, check
-from minititan.train import completed_step
 
 DEBUG = Path(__file__).parent.parent / "train_configs" / "debug.toml"
 
@@ -20,7 +22,7 @@ def checked(folder: Path, *overrides: str) -> Run:
 def save_nothing_as(folder: Path, step: int) -> None:
     path = folder / "checkpoint" / f"step-{step}"
     path.mkdir(parents=True)
-    (path / "train_state.json").write_text("{}")
+    manifest.write(path, Manifest(step=step, files={}, tensors={}, model={}, layout={}, versions={}))
 
 
 def test_a_checkpoint_past_the_last_step_is_named_and_gone_on_from(tmp_path: Path):

@@ -68,6 +68,11 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+def world_size() -> int:
+    """The number of processes; 1 without a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 def gather(value: T) -> list[T]:
     """The values of all ranks, in rank order, on all ranks."""
     if not dist.is_initialized():

@@ -3,58 +3,142 @@
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
-from minititan.checkpoint import contents, folder
-from minititan.checkpoint.agreement import RanksFailedError, agreed, first_rank, gather
+from minititan.checkpoint import contents, folder, manifest
+from minititan.checkpoint.agreement import RanksFailedError, agreed, first_rank, gather, rank, world_size
+from minititan.checkpoint.manifest import TRAIN_STATE, WAY_OUT, Manifest
 from minititan.checkpoint.storage import check_files, read_metadata, read_tensors, write_tensors
 from minititan.config import ConfigError
 
-FORMAT_VERSION = 1
+
+@dataclass(frozen=True)
+class Verified:
+    """A checkpoint whose files are all as they were written."""
+
+    path: Path
+    manifest: Manifest
 
 
 class Checkpointer:
-    """The checkpoints of a folder, of which the newest `keep_latest_k` stay (0: all)."""
+    """The checkpoints of a folder, of which the newest `keep_latest_k` stay (0: all).
+
+    Loading compares the sizes of all files with what was saved and, with `hashes`, their SHA-256.
+    """
 
     def __init__(
-        self, path: Path, *, keep_latest_k: int, rank: int, say: Callable[[str], None] = print
+        self,
+        path: Path,
+        *,
+        keep_latest_k: int,
+        rank: int,
+        say: Callable[[str], None] = print,
+        hashes: bool = True,
     ) -> None:
         self.folder = Path(path)
         self._keep_latest_k = keep_latest_k
         self._rank = rank
         self._say = say
+        self._hashes = hashes
 
     def steps(self) -> list[int]:
-        """The steps of all complete checkpoints, ascending, as this rank sees them."""
+        """The steps of all committed checkpoints, ascending, as this rank sees them."""
         return folder.committed_steps(self.folder)
 
-    def latest(self) -> int | None:
-        """The newest step, the same on all ranks."""
+    def newest(self) -> Verified | None:
+        """The newest checkpoint that is whole, the same on all ranks; None when there is none at all.
+
+        A line is said for each fault of the newer ones. Raises ConfigError when none is whole.
+        """
         try:
-            return first_rank(lambda: max(self.steps(), default=None))
+            steps = first_rank(lambda: folder.step_folders(self.folder))
         except RanksFailedError as failed:
             raise failed.explained(f"{self.folder}: could not be read", "give this user access") from None
+        faults: list[str] = []
+        for step in reversed(steps):
+            found = self._verified(folder.step_folder(self.folder, step))
+            if isinstance(found, Verified):
+                for fault in faults:
+                    self._say_first(f"{fault}; step {step} is used")
+                return found
+            faults += found
+        if faults:
+            rule = f"{self.folder}: none of its checkpoints is whole; remove them to start afresh"
+            raise ConfigError(*faults, rule)
+        return None
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], train_state: Mapping[str, Any]) -> None:
+    def verified(self, source: int | str | Path) -> Verified:
+        """A step of this folder, or another checkpoint's folder; ConfigError when it is not whole."""
+        path = folder.step_folder(self.folder, source) if isinstance(source, int) else Path(source)
+        try:
+            first_rank(
+                lambda: (
+                    folder.check_step(self.folder, source)
+                    if isinstance(source, int)
+                    else folder.check_checkpoint(path)
+                )
+            )
+        except RanksFailedError as failed:
+            raise failed.explained(f"{path}: could not be read", WAY_OUT) from None
+        found = self._verified(path)
+        if isinstance(found, list):
+            raise ConfigError(*(f"{fault}; {WAY_OUT}" for fault in found))
+        return found
+
+    def _verified(self, path: Path) -> Verified | list[str]:
+        """The checkpoint in a folder, or its faults; each rank reads its share of the files."""
+
+        def read() -> Manifest | list[str]:
+            try:
+                return manifest.read(path)
+            except ConfigError as error:
+                return [fault.removesuffix(f"; {WAY_OUT}") for fault in error.faults]
+
+        found = first_rank(read)
+        if isinstance(found, list):
+            return found
+        share = sorted(found.files)[rank() :: world_size()]
+        faults = gather(manifest.file_faults(path, found, share, self._hashes))
+        return [line for lines in faults for line in lines] or Verified(path, found)
+
+    def save(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        train_state: Mapping[str, Any],
+        *,
+        model: Mapping[str, Any] | None = None,
+        layout: Mapping[str, Any] | None = None,
+        read: Callable[[str], Tensor] | None = None,
+    ) -> None:
         """Saves a step; `train_state` (JSON, the same on all ranks) lies beside the tensors.
 
-        On any failure all ranks raise the same error, the folder has no `step-N` of this save, and earlier
-        checkpoints are as they were. A `step-N` that is there already is moved aside.
+        `model` and `layout` say what it is of; with `read`, `tensors` are meta tensors whose values it gives
+        when they are written. On any failure all ranks raise the same error, the folder
+        has no `step-N` of this save, and earlier checkpoints are as they were. A `step-N` that is there
+        already is moved aside.
         """
-        world_size = dist.get_world_size() if dist.is_initialized() else 1
-        own = {"format_version": FORMAT_VERSION, "step": step, "world_size": world_size}
-        assert all(train_state.get(key, value) == value for key, value in own.items())
-        state = own | dict(train_state)
         try:
             temporary = first_rank(lambda: folder.begin(self.folder, step))
             try:
-                write_tensors(temporary, tensors)
-                first_rank(lambda: folder.commit(temporary, self.folder, step, state))
+                infos, own_files = write_tensors(temporary, tensors, read)
+                files = {name: file for files in gather(own_files) for name, file in files.items()}
+                written = Manifest(
+                    step=step,
+                    files=files,
+                    tensors=infos,
+                    model=dict(model or {}),
+                    layout={"world_size": world_size()} | dict(layout or {}),
+                    versions={"minititan": version("minititan"), "torch": str(torch.__version__)},
+                )
+                first_rank(lambda: folder.commit(temporary, self.folder, written, train_state))
             except BaseException:
                 if self._rank == 0:
                     shutil.rmtree(temporary, ignore_errors=True)
@@ -78,50 +162,28 @@ class Checkpointer:
             self._say(f"{self.folder}: an old checkpoint could not be removed ({error.strerror})")
 
     def load(
-        self, source: int | str | Path, tensors: dict[str, Tensor], exclude: Sequence[str] = ()
+        self, source: Verified | int | str | Path, tensors: dict[str, Tensor], exclude: Sequence[str] = ()
     ) -> dict[str, Any]:
-        """Overwrites `tensors` from a step of this folder, or from another checkpoint's folder.
+        """Overwrites `tensors` from a checkpoint (see `verified` for what names one).
 
-        Returns the saved `train_state` with `step` and `world_size`, without the top-level keys in `exclude`.
-        Sections that `tensors` has no key of are not loaded; those it has must match key by key, with shapes
-        and dtypes, or ConfigError names the differences before anything is overwritten. Random states are the
-        exception: those that the checkpoint does not have are taken out of `tensors`. Excluding `train_state`
-        excludes them too.
+        Returns the saved `train_state` without the top-level keys in `exclude`. Sections that `tensors` has
+        no key of are not loaded; those it has must match key by key, with shapes and dtypes, or ConfigError
+        names the differences before anything is overwritten.
         """
         contents.check_exclude(exclude)
-        path = folder.step_folder(self.folder, source) if isinstance(source, int) else Path(source)
+        found = source if isinstance(source, Verified) else self.verified(source)
+        path = found.path
         try:
-            state = first_rank(lambda: self._read_state(source, path))
+            state = first_rank(lambda: _read_state(path))
             with agreed():
                 metadata = read_metadata(path)
-            first_rank(lambda: check_files(path, metadata))
-            selected = contents.wanted(tensors, metadata, exclude)
+                check_files(path, metadata, found.manifest.files)
+            selected = contents.wanted(tensors, exclude)
             self._compare(path, selected, metadata)
             read_tensors(path, metadata, selected)
         except RanksFailedError as failed:
-            raise failed.explained(f"{path}: could not be read", "use another checkpoint") from None
-        unsaved = [key for key in tensors if contents.section(key) == "rng" and key not in selected]
-        for key in unsaved:
-            del tensors[key]
-        self._tell_unsaved(path, gather(unsaved))
-        return {key: value for key, value in state.items() if key not in {*exclude, "format_version"}}
-
-    def _read_state(self, source: int | str | Path, path: Path) -> dict[str, Any]:
-        if isinstance(source, int):
-            folder.check_step(self.folder, source)
-        folder.check_checkpoint(path)
-        file = path / folder.TRAIN_STATE
-        try:
-            state = json.loads(file.read_text(encoding="utf-8"))
-            version = state["format_version"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{file}: damaged ({error}); use another checkpoint") from None
-        if version != FORMAT_VERSION:
-            raise ConfigError(
-                f"{file}: format_version = {version}: must be {FORMAT_VERSION}; "
-                "use the version of minititan that saved it"
-            )
-        return state
+            raise failed.explained(f"{path}: could not be read", WAY_OUT) from None
+        return {key: value for key, value in state.items() if key not in exclude}
 
     def _compare(self, path: Path, selected: dict[str, Tensor], metadata: Metadata) -> None:
         lines = dict.fromkeys(
@@ -135,10 +197,9 @@ class Checkpointer:
         if lines:
             raise ConfigError(*lines)
 
-    def _tell_unsaved(self, path: Path, unsaved: list[list[str]]) -> None:
-        count = sum(bool(keys) for keys in unsaved)
-        if count and self._rank == 0:
-            self._say(f"{path}: has no random state for {count} of {len(unsaved)} ranks: they get new ones")
+    def _say_first(self, line: str) -> None:
+        if self._rank == 0:
+            self._say(line)
 
     def set_newer_aside(self, step: int) -> list[str]:
         """Renames the steps after `step` to `abandoned-step-N-k`, so that no restart goes on from them.
@@ -152,3 +213,13 @@ class Checkpointer:
         except RanksFailedError as failed:
             where = f"checkpoint.load_step = {step}: newer steps in {self.folder} could not be moved aside"
             raise failed.explained(where, "move them yourself") from None
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    try:
+        state = json.loads((path / TRAIN_STATE).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path / TRAIN_STATE}: not JSON ({error}); {WAY_OUT}") from None
+    if not isinstance(state, dict):
+        raise ConfigError(f"{path / TRAIN_STATE}: must be a JSON object; {WAY_OUT}")
+    return state

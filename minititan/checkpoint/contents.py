@@ -1,6 +1,6 @@
 """What a checkpoint holds against what a run asks for: sections, and the strict comparison of tensors.
 
-Keys are `model.<name>`, `optimizer.<name>.<state>` and `rng.<rank>.<device>`: the first word is the section.
+Keys are `model.<name>` and `optimizer.<name>.<state>`: the first word is the section.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -33,19 +33,14 @@ def check_exclude(exclude: Collection[str]) -> None:
         )
 
 
-def wanted(tensors: Mapping[str, Tensor], metadata: Metadata, exclude: Collection[str]) -> dict[str, Tensor]:
-    """The tensors to load: without excluded sections, and without random states that were not saved."""
-    left_out = {*exclude, "rng"} if "train_state" in exclude else {*exclude}
-    return {
-        key: tensor
-        for key, tensor in tensors.items()
-        if section(key) not in left_out and (section(key) != "rng" or key in metadata.state_dict_metadata)
-    }
+def wanted(tensors: Mapping[str, Tensor], exclude: Collection[str]) -> dict[str, Tensor]:
+    """The tensors to load: without excluded sections."""
+    return {key: tensor for key, tensor in tensors.items() if section(key) not in exclude}
 
 
 def unexpected(tensors: Mapping[str, Tensor], metadata: Metadata) -> set[str]:
     """Saved keys of the sections that `tensors` has, which this rank does not ask for."""
-    sections = {section(key) for key in tensors} - {"rng"}
+    sections = {section(key) for key in tensors}
     return {key for key in metadata.state_dict_metadata if section(key) in sections} - tensors.keys()
 
 

@@ -7,17 +7,20 @@
 Whatever else lies there is left alone, and links are never followed. One process (rank 0) changes the folder.
 """
 
+import hashlib
 import json
 import os
 import re
 import shutil
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from minititan.checkpoint import manifest
+from minititan.checkpoint.manifest import COMMIT, TRAIN_STATE, File, Manifest
 from minititan.config import ConfigError
 
-TRAIN_STATE = "train_state.json"
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 _TEMPORARY = ".tmp-"
 
@@ -28,12 +31,17 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def is_committed(path: Path) -> bool:
-    """Whether this is a complete checkpoint."""
-    return path.is_dir() and not path.is_symlink() and (path / TRAIN_STATE).is_file()
+    """Whether this folder has an undamaged `COMMIT.json`; the files that it lists are not looked at."""
+    return path.is_dir() and not path.is_symlink() and manifest.is_valid(path)
 
 
 def committed_steps(folder: Path) -> list[int]:
-    """The steps of all complete checkpoints, ascending; none when there is no folder."""
+    """The steps of all committed checkpoints, ascending; none when there is no folder."""
+    return [step for step in step_folders(folder) if is_committed(step_folder(folder, step))]
+
+
+def step_folders(folder: Path) -> list[int]:
+    """The numbers of all folders named `step-N`, whatever is in them, ascending; links are not among them."""
     try:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -41,7 +49,8 @@ def committed_steps(folder: Path) -> list[int]:
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be listed ({error.strerror}); give this user access") from error
     steps = [int(match[1]) for name in names if (match := _STEP.fullmatch(name))]
-    return sorted(step for step in steps if is_committed(step_folder(folder, step)))
+    paths = {step: step_folder(folder, step) for step in sorted(steps)}
+    return [step for step, path in paths.items() if path.is_dir() and not path.is_symlink()]
 
 
 def check_writable(key: str, folder: Path, needed_bytes: int = 1) -> None:
@@ -65,19 +74,21 @@ def check_writable(key: str, folder: Path, needed_bytes: int = 1) -> None:
 
 
 def check_step(folder: Path, step: int) -> None:
-    """Raises ConfigError when the folder has no complete checkpoint of this step."""
-    steps = committed_steps(folder)
-    if step not in steps:
+    """Raises ConfigError when the folder has no checkpoint of this step, or its `COMMIT.json` is damaged."""
+    if step not in step_folders(folder):
+        steps = committed_steps(folder)
         there = f"there: {', '.join(map(str, steps))}" if steps else "leave it out to start afresh"
         raise ConfigError(f"checkpoint.load_step = {step}: {folder} has no such step; {there}")
+    manifest.read(step_folder(folder, step))
 
 
 def check_checkpoint(path: Path, name: str | None = None) -> None:
     """Raises ConfigError, which calls it `name` or by its path, when this is no complete checkpoint."""
-    if not (path / TRAIN_STATE).is_file():
+    if not any((path / file).is_file() for file in (COMMIT, TRAIN_STATE)):
         inside = committed_steps(path)
         way_out = f"; inside it: step-{inside[-1]}" if inside else ""
-        raise ConfigError(f"{name or path}: must be a checkpoint, a folder with {TRAIN_STATE}{way_out}")
+        raise ConfigError(f"{name or path}: must be a checkpoint, a folder with {COMMIT}{way_out}")
+    manifest.read(path)
 
 
 def begin(folder: Path, step: int) -> Path:
@@ -91,18 +102,28 @@ def begin(folder: Path, step: int) -> Path:
     return temporary
 
 
-def commit(temporary: Path, folder: Path, step: int, state: dict[str, Any]) -> None:
-    """Adds the JSON state, syncs, and gives the folder its final name; what had that name is moved aside."""
-    with open(temporary / TRAIN_STATE, "w", encoding="utf-8") as file:
-        json.dump(state, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+def commit(temporary: Path, folder: Path, tensors_only: Manifest, state: Mapping[str, Any]) -> None:
+    """Adds the JSON state and `COMMIT.json`, syncs, and gives the folder its final name.
+
+    `tensors_only` lists the files that are there so far. What has the name already is moved aside.
+    """
+    written = {TRAIN_STATE: _write_state(temporary / TRAIN_STATE, state)}
+    manifest.write(temporary, tensors_only.model_copy(update={"files": tensors_only.files | written}))
     _sync_folder(temporary)
-    final = step_folder(folder, step)
+    final = step_folder(folder, tensors_only.step)
     if os.path.lexists(final):
-        move_aside(folder, step)
+        move_aside(folder, tensors_only.step)
     temporary.rename(final)
     _sync_folder(folder)
+
+
+def _write_state(path: Path, state: Mapping[str, Any]) -> File:
+    content = json.dumps(state, indent=1).encode()
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return File(size=len(content), sha256=hashlib.sha256(content).hexdigest())
 
 
 def move_aside(folder: Path, step: int) -> str:

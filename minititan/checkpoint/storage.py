@@ -1,14 +1,17 @@
 """Tensors on disk, by DCP: a file a rank, written by one thread and synced, and `.metadata` that lists them.
 
-Stock DCP with three differences: a file is flushed before it is synced (torch up to 2.13 syncs without a
-flush); `.metadata`, a pickle, may name nothing but DCP's own records; and it holds no path, so that it reads
-the same in another place and on another Python.
+Stock DCP with these differences: a file is hashed while it is written, and flushed before it is synced
+(torch up to 2.13 syncs without a flush); ranks must agree on a tensor that several have whole; `.metadata`, a
+pickle, may name nothing but DCP's own records; and it holds no path, so that it reads the same in another
+place and on another Python.
 """
 
+import dataclasses
+import hashlib
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -18,12 +21,19 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 
-from minititan.checkpoint.agreement import RanksFailedError
+from minititan.checkpoint.agreement import RanksFailedError, world_size
+from minititan.checkpoint.manifest import COMMIT, WAY_OUT, File, TensorInfo
 from minititan.config import ConfigError
 
 METADATA = ".metadata"
@@ -43,13 +53,17 @@ _RECORDS = {
 
 
 class _SyncedFile:
-    """A file opened for writing that is on the disk when it is closed."""
+    """A file opened for writing that is on the disk when it is closed, and hashed by then."""
 
     def __init__(self, file: BinaryIO, files: "_SyncedFiles"):
         self._file = file
         self._files = files
+        self._digest = hashlib.sha256()
+        self._size = 0
 
     def write(self, data: Any) -> int:
+        self._digest.update(data)
+        self._size += memoryview(data).nbytes
         with self._files.noticing():
             return self._file.write(data)
 
@@ -67,11 +81,18 @@ class _SyncedFile:
                 os.fsync(self._file.fileno())
                 self._file.close()
 
+    def record(self) -> File:
+        """What was written so far."""
+        return File(size=self._size, sha256=self._digest.hexdigest())
+
 
 class _SyncedFiles(FileSystem):
-    """Keeps the first refusal of the operating system, which torch's serialiser hides in its own error."""
+    """Keeps what was written, by name, and the first refusal of the operating system, which torch's
+    serialiser hides in its own error.
+    """
 
     def __init__(self) -> None:
+        self.written: dict[str, File] = {}
         self.refusal: OSError | None = None
 
     @contextmanager
@@ -89,6 +110,8 @@ class _SyncedFiles(FileSystem):
                 synced = _SyncedFile(cast(BinaryIO, file), self)
                 yield synced
                 synced.close()
+                # DCP renames `.metadata.tmp` once it is whole.
+                self.written[Path(path).name.removesuffix(".tmp")] = synced.record()
             else:
                 yield file
 
@@ -117,6 +140,44 @@ class _Writer(FileSystemWriter):
         return None
 
 
+class _SavePlanner(DefaultSavePlanner):
+    """Refuses a plain tensor that ranks have other values of: stock DCP keeps one of them without a word.
+
+    Only plain tensors are compared, by hashes that travel with the plans: on several ranks they are small
+    (the step counters of Adam), since parameters and moments are DTensors.
+    """
+
+    def __init__(self, read: Callable[[str], Tensor] | None) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._read = read
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return super().lookup_object(index) if self._read is None else self._read(index.fqn)
+
+    def create_local_plan(self) -> SavePlan:
+        plain = {key: tensor for key, tensor in self.state_dict.items() if not isinstance(tensor, DTensor)}
+        return dataclasses.replace(
+            super().create_local_plan(),
+            planner_data={key: _digest(tensor) for key, tensor in plain.items()} if world_size() > 1 else {},
+        )
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        first: dict[str, tuple[int, bytes]] = {}
+        for rank, plan in enumerate(all_plans):
+            for key, digest in plan.planner_data.items():
+                other, known = first.setdefault(key, (rank, digest))
+                if digest != known:
+                    raise RuntimeError(f"{key} has other values on rank {other} than on rank {rank}")
+        return super().create_global_plan(
+            [dataclasses.replace(plan, planner_data=None) for plan in all_plans]
+        )
+
+
+def _digest(tensor: Tensor) -> bytes:
+    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode() + content.tobytes()).digest()[:16]
+
+
 class _Reader(FileSystemReader):
     """Reads what `metadata` lists, without reading the metadata again."""
 
@@ -134,7 +195,7 @@ class _Reader(FileSystemReader):
             raise
         except Exception as error:  # torch's deserialiser meets damage with RuntimeError and others
             cause = str(error).partition("\n")[0]
-            raise ConfigError(f"{self.path}: damaged ({cause}); use another checkpoint") from error
+            raise ConfigError(f"{self.path}: damaged ({cause}); {WAY_OUT}") from error
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -153,60 +214,44 @@ def read_metadata(path: Path) -> Metadata:
     except OSError as error:
         raise ConfigError(f"{path / METADATA}: cannot be read ({error.strerror})") from error
     except Exception as error:  # a damaged pickle raises almost anything
-        raise ConfigError(f"{path / METADATA}: damaged ({error}); use another checkpoint") from error
+        raise ConfigError(f"{path / METADATA}: damaged ({error}); {WAY_OUT}") from error
     if not isinstance(metadata, Metadata) or metadata.storage_data is None:
-        raise ConfigError(f"{path / METADATA}: damaged (no list of tensors); use another checkpoint")
+        raise ConfigError(f"{path / METADATA}: damaged (no list of tensors); {WAY_OUT}")
     return metadata
 
 
-def check_files(path: Path, metadata: Metadata) -> None:
-    """Raises ConfigError for each file that is missing or shorter than what the metadata says lies in it."""
-    needed: dict[str, int] = {}
-    for place in metadata.storage_data.values():
-        end = place.offset + place.length
-        needed[place.relative_path] = max(needed.get(place.relative_path, 0), end)
-    faults: list[str] = []
-    for name, size in sorted(needed.items()):
-        file = path / name
-        if not file.is_file():
-            faults.append(f"{file}: missing; use another checkpoint")
-        elif file.stat().st_size < size:
-            faults.append(
-                f"{file}: {file.stat().st_size} bytes, must be {size}: cut short; use another checkpoint"
-            )
-    if faults:
-        raise ConfigError(*faults)
-
-
-class _LatePlanner(DefaultSavePlanner):
-    """Asks for each tensor when it is written, so that one is in memory at a time."""
-
-    def __init__(self, read: Callable[[str], Tensor]):
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._read = read
-
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self._read(index.fqn)
+def check_files(path: Path, metadata: Metadata, files: Collection[str]) -> None:
+    """Raises ConfigError when the metadata points to a file that is not one of the checkpoint's."""
+    foreign = {place.relative_path for place in metadata.storage_data.values()} - set(files)
+    if foreign:
+        raise ConfigError(f"{path / METADATA}: names {min(foreign)}, which is not in {COMMIT}; {WAY_OUT}")
 
 
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], read: Callable[[str], Tensor] | None = None
-) -> Metadata:
+) -> tuple[dict[str, TensorInfo], dict[str, File]]:
     """Writes the shards of all ranks into an existing folder; all ranks must call it.
 
-    With `read`, which gives the values by key, `tensors` may be meta tensors, on one process. Raises
-    RanksFailedError on all ranks when it failed on one.
+    With `read`, which gives values by key, `tensors` are meta tensors: one at a time is in memory. Returns
+    what the tensors of all ranks are, and the files that this rank wrote, by name. Raises RanksFailedError on
+    all ranks when it failed on one.
     """
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner = planner if read is None else _LatePlanner(read)
     detached = {key: tensor.detach() for key, tensor in tensors.items()}
+    writer = _Writer(path)
     with _dcp():
-        return save(detached, storage_writer=_Writer(path), planner=planner)
+        metadata = save(detached, storage_writer=writer, planner=_SavePlanner(read))
+    infos = {key: tensor_info(entry) for key, entry in metadata.state_dict_metadata.items()}
+    return infos, writer.fs.written
 
 
-def read_tensors(
-    path: Path, metadata: Metadata, tensors: Mapping[str, Tensor], alone: bool = False
-) -> None:
+def tensor_info(entry: Any) -> TensorInfo:
+    """Shape and dtype of an entry of the metadata."""
+    assert isinstance(entry, TensorStorageMetadata)  # the reader of metadata lets nothing else in
+    dtype = str(entry.properties.dtype).removeprefix("torch.")
+    return TensorInfo(shape=tuple(entry.size), dtype=dtype)
+
+
+def read_tensors(path: Path, metadata: Metadata, tensors: Mapping[str, Tensor], alone: bool = False) -> None:
     """Overwrites `tensors`, each rank its own shards; all ranks must call it, unless one reads `alone`.
 
     Raises RanksFailedError on all ranks when it failed on one.

@@ -16,7 +16,9 @@ CONFIG = "config.json"
 _ROPE = {"rope_theta", "rope_scaling"}
 
 
-def arguments_of(config: Mapping[str, Any], form: HuggingFaceForm, where: Path | str = CONFIG) -> dict[str, Any]:
+def arguments_of(
+    config: Mapping[str, Any], form: HuggingFaceForm, where: Path | str = CONFIG
+) -> dict[str, Any]:
     """The arguments that a `config.json` describes. Raises ConfigError with all that the model cannot do."""
     check_not_quantised(config, where)
     if config.get("model_type") != form.model_type:
@@ -107,9 +109,12 @@ def config_of(
         config, known = dict(imported), arguments_of(imported, form)
     else:
         config = {"architectures": [form.architecture], "model_type": form.model_type}
-        config |= {key: value for key, value in special_tokens.items() if value is not None} | form.fixed
+        config |= {key: value for key, value in special_tokens.items() if value is not None}
+        config |= form.fixed
         known = {}
-    changed = [f for f in form.fields if f.argument not in known or known[f.argument] != arguments[f.argument]]
+    changed = [
+        f for f in form.fields if f.argument not in known or known[f.argument] != arguments[f.argument]
+    ]
     for field in changed:
         if field.key not in _ROPE:
             _set(config, field.key, arguments[field.argument])

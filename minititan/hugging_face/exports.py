@@ -123,6 +123,7 @@ def copy_assets(source: Path | None, folder: Path) -> None:
     """Copy the tokenizer's files of a folder (or the one file) to the disk."""
     if source is None:
         return
+    folder.mkdir(exist_ok=True)
     there = [source / name for name in ASSETS] if source.is_dir() else [source]
     for file in there:
         if file.is_file():
@@ -166,7 +167,9 @@ def _kept(step: Path) -> dict[str, Any]:
     try:
         return json.loads((step / manifest.TRAIN_STATE).read_bytes()).get(STATE) or {}
     except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{step / manifest.TRAIN_STATE}: cannot be read ({error}); {manifest.WAY_OUT}") from None
+        raise ConfigError(
+            f"{step / manifest.TRAIN_STATE}: cannot be read ({error}); {manifest.WAY_OUT}"
+        ) from None
 
 
 def kept_state(config: Mapping[str, Any] | None, assets: str, step: Path, run: Path) -> dict[str, Any]:

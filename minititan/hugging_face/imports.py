@@ -1,5 +1,6 @@
-"""Weights in Hugging Face's form as the first checkpoint of a run, `step-0`, with a TOML that trains them on."""
+"""Weights in Hugging Face's form as the first checkpoint of a run, `step-0`, with a TOML to train them on."""
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -15,7 +16,6 @@ from minititan.checkpoint.checkpointer import Checkpointer
 from minititan.checkpoint.folder import step_folder
 from minititan.config import Config, ConfigError, load
 from minititan.config.command_line import WHERE, parse
-from minititan.config.error import fault_line
 from minititan.config.schema import all_keys
 from minititan.data import build_tokenizer
 from minititan.hugging_face import weights
@@ -63,24 +63,150 @@ def import_model(source: Path, words: Sequence[str], say: Callable[[str], None])
     table = _named(source, given) if imported is None else _described(source / CONFIG, imported, given)
     assets = _assets(source, given)
     if assets is None:
-        say(f"{source}: no tokenizer.json: the run gets the byte tokenizer; set model.hf_assets_path to yours")
-    table |= {
-        "job.dump_folder": str(run),
-        "job.description": f"{table['model.name']} from {source.name}",
-        "model.hf_assets_path": str(assets or ""),
-    }
+        say(
+            f"{source}: no tokenizer.json: the run gets the byte tokenizer; set model.hf_assets_path to yours"
+        )
+    own = {"job.dump_folder": str(run), "model.hf_assets_path": str(run / TOKENIZER) if assets else ""}
+    description = f"{table['model.name']} from {source.name}"
+    table = _DEFAULTS | table | own | {"job.description": description}
     with new_folder(run) as temporary:
-        config = _checked(table, temporary / RUN_TOML, words)
-        spec, args = _model_of(config)
-        if assets is not None:
-            (temporary / TOKENIZER).mkdir()
-            copy_assets(assets, temporary / TOKENIZER)
-        if config.training.seq_len > (longest := getattr(args, "max_position_embeddings", 2048)):
-            table["training.seq_len"] = longest
-            config = _checked(table, temporary / RUN_TOML, words)
-        _write_step(files, spec, args, config, temporary, imported, TOKENIZER if assets else "", say)
-        kept_path = str(run / TOKENIZER) if assets else ""
-        toml = _final_toml(config, {"job.dump_folder": str(run), "model.hf_assets_path": kept_path})
-        text = _HEAD.format(source=source, toml=run / RUN_TOML) + toml
-        (temporary / RUN_TOML).write_text(text, encoding="utf-8")
+        config = _loaded(table, temporary / RUN_TOML, words)
+        spec, args = _model_of(config, assets)
+        longest = getattr(args, "max_position_embeddings", config.training.seq_len)
+        if config.where("training.seq_len") != WHERE and config.training.seq_len > longest:
+            config = _loaded(table | {"training.seq_len": longest}, temporary / RUN_TOML, words)
+        copy_assets(assets, temporary / TOKENIZER)
+        _write_step(files, spec, args, config, temporary, imported)
+        head = _HEAD.format(source=source, toml=run / RUN_TOML)
+        (temporary / RUN_TOML).write_text(head + _toml(config, own), encoding="utf-8")
     return run / RUN_TOML
+
+
+def _options(words: Sequence[str]) -> Table:
+    given, faults = parse(words)
+    if not faults and not given.get("job.dump_folder"):
+        faults = [f"{WHERE}: --job.dump_folder: where to write the run; give a new folder"]
+    if "job.config_file" in given:
+        faults.append(
+            _fault("job.config_file", "is written, not read", "give single keys: --section.key VALUE")
+        )
+    if faults:
+        raise ConfigError(*faults)
+    return given
+
+
+def _fault(key: str, rule: str, way_out: str) -> str:
+    return f"{WHERE}: {key}: {rule}" + (f"; {way_out}" if way_out else "")
+
+
+def _named(source: Path, given: Table) -> Table:
+    """The model of a state dict, which the command line names."""
+    lacking = [key for key in ("model.name", "model.flavor") if key not in given]
+    if lacking:
+        options = " and ".join(f"--{key}" for key in lacking)
+        raise ConfigError(f"{source}: a state dict does not say what model it is of; give {options}")
+    return {key: given[key] for key in ("model.name", "model.flavor")}
+
+
+def _described(where: Path, imported: Mapping[str, Any], given: Table) -> Table:
+    """The model that a `config.json` describes: a family, its nearest flavor, and all arguments."""
+    check_not_quantised(imported, where)
+    forms = {name: spec.hugging_face for name, spec in registry.families().items() if spec.hugging_face}
+    kind = imported.get("model_type")
+    of_kind = [name for name, form in forms.items() if form.model_type == kind]
+    name = given.get("model.name") or (of_kind[0] if of_kind else None)
+    if name is None:
+        there = ", ".join(sorted({form.model_type for form in forms.values()}))
+        way_out = f"there are: {there}; a family of your own: --experimental.custom_import MODULE"
+        raise ConfigError(f"{where}: model_type = {json.dumps(kind)}: no family has this type; {way_out}")
+    if name not in forms:
+        rule = f"{name} has no form of Hugging Face"
+        raise ConfigError(_fault("model.name", rule, f"there are: {', '.join(forms)}"))
+    values = arguments_of(imported, forms[name], where)
+    args = {f"model.args.{key}": value for key, value in values.items() if value is not None}
+    flavor = _nearest_flavor(registry.families()[name], values)
+    return {"model.name": name, "model.flavor": flavor} | args
+
+
+def _nearest_flavor(spec: registry.ModelSpec, values: Mapping[str, Any]) -> str:
+    """The flavor with most of the values, in which what is to be None is None: TOML cannot say that."""
+
+    def differing(flavor: str) -> int:
+        own = asdict(spec.flavors[flavor])
+        if any(value is None and own[key] is not None for key, value in values.items()):
+            return len(own) + 1
+        return sum(own[key] != value for key, value in values.items())
+
+    return min(spec.flavors, key=differing)
+
+
+def _assets(source: Path, given: Table) -> Path | None:
+    """The folder or file of the tokenizer to copy."""
+    if chosen := given.get("model.hf_assets_path"):
+        return Path(chosen).expanduser()
+    return source if (source / "tokenizer.json").is_file() else None
+
+
+def _loaded(table: Table, file: Path, words: Sequence[str]) -> Config:
+    """The config that the table and the command line make, which wins."""
+    file.write_text(tomli_w.dumps(_nested(table)), encoding="utf-8")
+    return load([f"--job.config_file={file}", *words])
+
+
+def _nested(table: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for key, value in table.items():
+        *parents, name = key.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[name] = value
+    return tree
+
+
+def _toml(config: Config, own: Table) -> str:
+    """What differs from the defaults, in the order of the manual."""
+    keys = [key for key in all_keys() if config.where(key) != "default" and key != "job.config_file"]
+    return tomli_w.dumps(_nested({key: config.value(key) for key in keys} | own))
+
+
+def _model_of(config: Config, assets: Path | None) -> tuple[registry.ModelSpec, Any]:
+    tokenizer = build_tokenizer(str(assets or ""), config.fault)
+    model = config.model
+    return registry.resolve(model.name, model.flavor, model.args, tokenizer.vocab_size, config.fault)
+
+
+def _write_step(
+    files: Files,
+    spec: registry.ModelSpec,
+    args: Any,
+    config: Config,
+    run: Path,
+    imported: Mapping[str, Any] | None,
+) -> None:
+    """Write `step-0` tensor by tensor."""
+    with torch.device("meta"):
+        model = spec.build(args)
+    if spec.hugging_face is None:
+        raise ConfigError(config.fault("model.name", "has no form of Hugging Face", "give its ModelSpec one"))
+    parameters = weights.parameters_of_model(spec.hugging_face, model)
+    parameters = weights.matched_to(files, spec.hugging_face, parameters)
+    weights.check_tied(files, parameters)
+    dtypes = {name: weights.dtype_of(files, parameter) for name, parameter in parameters.items()}
+    metas = {
+        f"model.{name}": torch.empty(parameter.shape, dtype=dtypes[name], device="meta")
+        for name, parameter in parameters.items()
+    }
+
+    def read(key: str) -> Tensor:
+        return weights.read_whole(files, parameters[key.removeprefix("model.")])
+
+    folder = run / config.checkpoint.folder
+    assets = str(run / TOKENIZER) if config.model.hf_assets_path else ""
+    Checkpointer(folder, keep_latest_k=0, rank=0).save(
+        0,
+        metas,
+        {STATE: kept_state(imported, assets, step_folder(folder, 0), run)},
+        model={"name": config.model.name, "flavor": config.model.flavor, "args": asdict(args)},
+        read=read,
+    )

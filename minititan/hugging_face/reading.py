@@ -1,6 +1,6 @@
 """Tensors by name in foreign files: a folder of safetensors, or a plain state dict that `torch.save` wrote.
 
-What is found in the files is not trusted: names of files stay inside the folder, pickles may hold tensors only.
+The files are not trusted: names in an index stay inside the folder, pickles may hold nothing but tensors.
 """
 
 import json
@@ -35,7 +35,9 @@ class Files(Protocol):
     """Tensors in files; `where` has one slice for each of the first dimensions, () for the whole."""
 
     path: Path
-    entries: Mapping[str, Entry]
+
+    @property
+    def entries(self) -> Mapping[str, Entry]: ...
 
     def read(self, name: str, where: tuple[slice, ...] = ()) -> Tensor: ...
 
@@ -55,7 +57,7 @@ class SafetensorsFolder:
     def read(self, name: str, where: tuple[slice, ...] = ()) -> Tensor:
         file = self.entries[name].file
         try:
-            # Opened for each tensor: the pages of a mapped file count as memory of the process until it closes.
+            # Opened for each tensor: pages of a mapped file count as memory of the process until it closes.
             with safe_open(file, "pt") as opened:
                 return opened.get_slice(name)[where] if where else opened.get_tensor(name)
         except (SafetensorError, OSError) as error:
@@ -74,10 +76,14 @@ class StateDictFile:
         except Exception as error:  # a file of another kind raises almost anything
             reason = str(error).strip().partition("\n")[0]
             rule = f"not a state dict that can be read safely ({reason})"
-            raise ConfigError(f"{path}: {rule}; save a plain one: torch.save(model.state_dict(), FILE)") from None
+            raise ConfigError(
+                f"{path}: {rule}; save a plain one: torch.save(model.state_dict(), FILE)"
+            ) from None
         strangers = [name for name, value in _items(found) if not isinstance(value, Tensor)]
         if strangers or not found:
-            rule = f"holds more than tensors by name ({', '.join(map(str, strangers[:3]))})" if strangers else ""
+            rule = (
+                f"holds more than tensors by name ({', '.join(map(str, strangers[:3]))})" if strangers else ""
+            )
             way_out = "save the state dict alone: torch.save(model.state_dict(), FILE)"
             raise ConfigError(f"{path}: {rule or 'holds no tensors by name'}; {way_out}")
         self._tensors: dict[str, Tensor] = found
@@ -97,7 +103,9 @@ def open_files(path: Path) -> Files:
         way_out = f"give the folder, {path.parent}, with its config.json"
         raise ConfigError(f"{path}: is one file of a model; {way_out}")
     if not path.exists():
-        raise ConfigError(f"{path}: no such file or folder; give a folder in Hugging Face's form or a .pth file")
+        raise ConfigError(
+            f"{path}: no such file or folder; give a folder in Hugging Face's form or a .pth file"
+        )
     return StateDictFile(path)
 
 
@@ -116,7 +124,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     names = [name for name, _ in pairs]
-    if repeated := sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []:
+    if (
+        repeated := sorted({name for name in names if names.count(name) > 1})
+        if len(set(names)) < len(names)
+        else []
+    ):
         raise ValueError(f"{', '.join(repeated)}: named twice")
     return dict(pairs)
 
@@ -144,7 +156,9 @@ def _indexed(path: Path) -> dict[str, Entry]:
             else:
                 said = f"{INDEX} says {places[tensor]}" if tensor in places else f"{INDEX} does not name it"
                 faults.append(f"{path / name}: has {tensor}, and {said}; {_AGAIN}")
-    lacking = [f"{path / places[t]}: has no {t}, which {INDEX} says; {_AGAIN}" for t in places.keys() - entries]
+    lacking = [
+        f"{path / places[t]}: has no {t}, which {INDEX} says; {_AGAIN}" for t in places.keys() - entries
+    ]
     if faults or lacking:
         raise ConfigError(*_few(sorted(lacking) + faults))
     return entries
@@ -155,7 +169,7 @@ def _entries_of(file: Path) -> dict[str, Entry]:
         with safe_open(file, "pt") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
             return {
-                name: Entry(file, tuple(s.get_shape()), DTYPES.get(s.get_dtype(), s.get_dtype()))
+                name: Entry(file, tuple(s.get_shape()), DTYPES.get(s.get_dtype()) or s.get_dtype())
                 for name, s in slices.items()
             }
     except (SafetensorError, OSError) as error:
@@ -181,7 +195,9 @@ def _items(found: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _few(lines: list[str], shown: int = 5) -> list[str]:
-    return lines[:shown] + ([f"... and {len(lines) - shown} more faults of this kind"] if len(lines) > shown else [])
+    return lines[:shown] + (
+        [f"... and {len(lines) - shown} more faults of this kind"] if len(lines) > shown else []
+    )
 
 
 def _other_files(path: Path) -> str:

@@ -15,7 +15,9 @@ def check_new(path: Path) -> None:
     if path.is_symlink() or (os.path.lexists(path) and not path.is_dir()):
         raise ConfigError(f"{path}: is there and no folder; choose another path")
     if path.is_dir() and any(path.iterdir()):
-        raise ConfigError(f"{path}: is not empty, and nothing is overwritten; choose another path or remove it")
+        raise ConfigError(
+            f"{path}: is not empty, and nothing is overwritten; choose another path or remove it"
+        )
 
 
 @contextmanager

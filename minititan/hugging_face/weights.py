@@ -97,9 +97,9 @@ def check_tied(files: Files, parameters: Mapping[str, Parameter]) -> None:
 
 def dtype_of(files: Files, parameter: Parameter) -> torch.dtype:
     """The type of a parameter in the files: the widest of its tensors'."""
-    dtypes = [files.entries[tensor].dtype for tensor in parameter.tensors]
-    assert all(isinstance(dtype, torch.dtype) for dtype in dtypes)
-    return max((dtype for dtype in dtypes if isinstance(dtype, torch.dtype)), key=lambda dtype: dtype.itemsize)
+    dtypes = (files.entries[tensor].dtype for tensor in parameter.tensors)
+    # Others were refused when the names were matched.
+    return max((each for each in dtypes if isinstance(each, torch.dtype)), key=lambda each: each.itemsize)
 
 
 def fill(local: Tensor, offset: Sequence[int], files: Files, parameter: Parameter) -> None:

@@ -41,7 +41,7 @@ class Shard:
 
 
 def shards_of(tensors: Sequence[Layout], shard_bytes: int) -> list[Shard]:
-    """Files of at most `shard_bytes` (or one tensor), in the order and with the names that `transformers` uses."""
+    """Files of at most `shard_bytes`, or one tensor, with the names that `transformers` gives them."""
     groups: list[list[Layout]] = []
     room = 0
     for tensor in tensors:

@@ -35,9 +35,9 @@ class Field:
 class HuggingFaceForm:
     """How a family looks as files of `transformers`.
 
-    `tensors` maps patterns of parameter names to names of tensors; the first pattern that matches counts. Each
-    `*` stands for any text, the same on both sides; `#` in a tensor's name for 0, 1, 2, ...: the parameter is
-    those tensors stacked in numeric order along a new first dimension (experts, say).
+    `tensors` maps patterns of parameter names to names of tensors; the first pattern that matches counts.
+    Each `*` stands for any text, the same on both sides; `#` in a tensor's name for 0, 1, 2, ...: the
+    parameter is those tensors stacked in numeric order along a new first dimension (experts, say).
     """
 
     model_type: str
@@ -59,8 +59,7 @@ def tensor_name(form: HuggingFaceForm, parameter: str) -> str:
     """
     for pattern, name in form.tensors.items():
         if match := matched(pattern, parameter):
-            parts = iter(match.groups())
-            return re.sub(r"\*", lambda _: next(parts), name)
+            return name.replace("*", "{}").format(*match.groups())
     raise ValueError(f"the Hugging Face form of {form.model_type} has no pattern for {parameter}")
 
 

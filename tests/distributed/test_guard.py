@@ -50,7 +50,7 @@ def train_with_plan(rank: int, world: int, folder: Path, cache: Path, keys: Keys
         "parameters": [p.numpy().copy() for p in own],
         "lines": lines(folder),
         "guard": trainer.guard.state(),
-        "saved": trainer.checkpointer.steps(),
+        "saved": trainer.checkpoints.checkpointer.steps(),
     }
 
 

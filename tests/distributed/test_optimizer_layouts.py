@@ -28,7 +28,7 @@ def train(rank: int, world: int, folder: Path, cache: Path, keys: Keys) -> dict[
     with contextlib.redirect_stdout(io.StringIO()):
         trainer = build(rank, world, folder, cache, MUON | keys)
         trainer.run()
-    tensors = {key: value for key, value in trainer.state_tensors().items() if not key.startswith("rng")}
+    tensors = trainer.checkpoints.tensors()
     full = {key: getattr(value, "full_tensor", lambda value=value: value)() for key, value in tensors.items()}
     return full if rank == 0 else {}
 

@@ -1,0 +1,162 @@
+"""What of a run survives a restart: its tensors, counters and positions, saved and taken up again."""
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from minititan.checkpoint.checkpointer import Checkpointer, Verified
+from minititan.checkpoint.folder import committed_steps
+from minititan.config import Config, ConfigError
+from minititan.data import DataState, TrainLoader
+from minititan.distributed import Distributed
+from minititan.guard import Guard
+from minititan.optimizer import GroupedOptimizer, optimizer_tensors
+from minititan.run import Run
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come."""
+
+    steps_done: int = 0
+    tokens_seen: int = 0
+
+
+class Checkpoints:
+    """The live state of a run's parts, saved and loaded in place; every rank must call its methods."""
+
+    def __init__(
+        self,
+        run: Run,
+        place: Distributed,
+        parameters: Mapping[str, nn.Parameter],
+        optimizer: GroupedOptimizer,
+        loader: TrainLoader,
+        guard: Guard,
+        say: Callable[[str], None],
+    ) -> None:
+        self.run, self.section, self.say = run, run.config.checkpoint, say
+        self.parameters, self.optimizer, self.loader, self.guard = parameters, optimizer, loader, guard
+        self.checkpointer = Checkpointer(
+            run.checkpoint_folder, keep_latest_k=self.section.keep_latest_k, rank=place.rank, say=say
+        )
+
+    def due(self, step: int) -> bool:
+        """Whether this step is to be saved."""
+        section = self.section
+        if not section.enable or section.load_only:
+            return False
+        first = step == 1 and section.enable_first_step_checkpoint
+        return first or step % section.interval == 0 or step == self.run.config.training.steps
+
+    def tensors(self, *, model_only: bool = False) -> dict[str, Tensor]:
+        """Return the live tensors of a checkpoint by name."""
+        model = {f"model.{name}": parameter.detach() for name, parameter in self.parameters.items()}
+        if model_only:
+            return model
+        state = optimizer_tensors(self.optimizer, self.parameters)
+        return model | {f"optimizer.{name}": tensor for name, tensor in state.items()}
+
+    def save(self, progress: Progress) -> None:
+        run, step = self.run, progress.steps_done
+        last = step == run.config.training.steps
+        state = {
+            "train_state": {"tokens_seen": progress.tokens_seen},
+            "guard": self.guard.state(),
+            "dataloader": dataclasses.asdict(self.loader.state()),
+            "lr_scheduler": schedule_of(run.config),
+        }
+        model = run.config.model
+        begin = time.perf_counter()
+        self.checkpointer.save(
+            step,
+            self.tensors(model_only=last and self.section.last_save_model_only),
+            state,
+            model={"name": model.name, "flavor": model.flavor, "args": dataclasses.asdict(run.args)},
+            layout=dataclasses.asdict(run.layout),
+        )
+        self.say(f"Saved step {step} in {time.perf_counter() - begin:.1f} s")
+
+    def load(self) -> Progress:
+        """Resume from the run's own folder, or start from `checkpoint.initial_load_path`, if there is one."""
+        section, checkpointer = self.section, self.checkpointer
+        if not section.enable:
+            if steps := checkpointer.steps():
+                self.say(
+                    f"checkpoint.enable = false, and {checkpointer.folder} holds checkpoints up to step "
+                    f"{steps[-1]}: they are left alone, and this run starts from step 0"
+                )
+            return Progress()
+        own = checkpointer.newest() if section.load_step < 0 else checkpointer.verified(section.load_step)
+        if own is not None:
+            progress = self.load_from(own, model_only=False)
+            if not section.load_only:
+                for name in checkpointer.set_newer_aside(progress.steps_done):
+                    self.say(f"A newer checkpoint was moved aside: {checkpointer.folder / name}")
+            done, step = progress.steps_done, own.manifest.step
+            anew = "" if done == step else f"; steps are counted from {done}"
+            ranks = own.manifest.layout["world_size"]
+            self.say(f"Resumed from step {step}, saved by {ranks} processes{anew}")
+            return progress
+        if not section.initial_load_path:
+            return Progress()
+        path = Path(section.initial_load_path).expanduser()
+        progress = self.load_from(checkpointer.verified(path), section.initial_load_model_only)
+        self.say(f"Started from {section.initial_load_path}, at step {progress.steps_done}")
+        return progress
+
+    def load_from(self, source: Verified, model_only: bool) -> Progress:
+        """Take over the state of a checkpoint, or only its weights."""
+        exclude = self.section.exclude_from_loading
+        state = self.checkpointer.load(source, self.tensors(model_only=model_only), exclude)
+        self.note_changes(source, state)
+        if model_only:
+            return Progress()
+        if missing := {"train_state", "dataloader"}.difference(state, exclude):
+            where = f"{source.path}/train_state.json"
+            raise ConfigError(f"{where}: lacks {', '.join(sorted(missing))}; use another checkpoint")
+        progress = Progress()
+        if "train_state" in state:
+            progress = Progress(source.manifest.step, state["train_state"]["tokens_seen"])
+            self.guard.restore(state.get("guard", self.guard.state()))
+        if "dataloader" in state:
+            self.loader.resume(DataState.from_json(json.dumps(state["dataloader"])), self.run.config.fault)
+        return progress
+
+    def note_changes(self, source: Verified, state: Mapping[str, Any]) -> None:
+        """Say where the config, which wins, differs from what the checkpoint was saved with."""
+        pairs = {
+            "lr_scheduler": (schedule_of(self.run.config), state.get("lr_scheduler", {})),
+            "model.args": (dataclasses.asdict(self.run.args), source.manifest.model.get("args", {})),
+        }
+        for section, (now, before) in pairs.items():
+            for key, value in before.items():
+                if now.get(key) != value:
+                    self.say(f"{section}.{key} = {now.get(key)}: the checkpoint has {value}; the config wins")
+
+
+def schedule_of(config: Config) -> dict[str, Any]:
+    """Return what the learning rate is a function of, for the checkpoint."""
+    schedule = config.lr_scheduler.model_dump()
+    return {
+        **schedule,
+        "lr": config.optimizer.lr,
+        "total_steps": schedule["total_steps"] or config.training.steps,
+    }
+
+
+def completed_step(run: Run) -> int | None:
+    """Return the step that the run would resume from, where nothing is left to do after it; else None."""
+    section = run.config.checkpoint
+    if not section.enable or "train_state" in section.exclude_from_loading:
+        return None
+    step = section.load_step
+    if step < 0:
+        step = max(committed_steps(run.checkpoint_folder), default=0)
+    return step if step >= run.config.training.steps else None
