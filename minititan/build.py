@@ -97,7 +97,7 @@ def tokens_of(run: Run, name: str) -> data.Tokens:
         section.dataset_path,
         "train" if name == "training" else name,
         run.tokenizer,
-        **config.data.model_dump(),
+        **config.data.model_dump(exclude={"repeat"}),
         section=name,
         fault=config.fault,
         say=_say,
@@ -146,7 +146,7 @@ def validation_loader_of(run: Run, meshes: Meshes) -> Any:
     )
 
 
-def metrics_of(run: Run, place: Distributed, *, step: int, tokens_seen: int) -> MetricsLogger:
+def metrics_of(run: Run, place: Distributed, *, step: int, last_step: int, tokens_seen: int) -> MetricsLogger:
     config, flops = run.config, run.spec.flops_per_token
     section = config.metrics
     return MetricsLogger(
@@ -156,7 +156,7 @@ def metrics_of(run: Run, place: Distributed, *, step: int, tokens_seen: int) -> 
         device=place.device,
         start_step=step,
         start_tokens=tokens_seen,
-        total_steps=config.training.steps,
+        total_steps=last_step,
         log_freq=section.log_freq,
         flops_per_token=flops(run.args, config.training.seq_len) if flops else None,
         peak_tflops=section.peak_tflops,

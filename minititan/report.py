@@ -7,11 +7,12 @@ from minititan.run import Run
 from minititan.sinks import explained
 
 
-def opening_lines(run: Run, device: torch.device, parameters: int, steps_done: int) -> str:
+def opening_lines(run: Run, device: torch.device, parameters: int, steps_done: int, last_step: int) -> str:
     """Return what is about to be trained, where, and how."""
     config, layout, training = run.config, run.layout, run.config.training
     dtype = str(compute_dtype(config, device)).removeprefix("torch.")
     threads = f" with {torch.get_num_threads()} threads each" if device.type == "cpu" else ""
+    span = f"steps {steps_done + 1} to {last_step}" if steps_done < last_step else "no step is left"
     return "\n".join(
         [
             f"{config.job.description}: {config.model.name} {config.model.flavor}",
@@ -20,7 +21,7 @@ def opening_lines(run: Run, device: torch.device, parameters: int, steps_done: i
             f"{layout.dp_shard} shards x {layout.tp} tensor-parallel",
             f"  {layout.global_batch_size} sequences of {training.seq_len} tokens a step, in "
             f"{layout.accumulation_steps} micro-batches a rank",
-            f"  steps {steps_done + 1} to {training.steps}, everything into {run.folder}",
+            f"  {span}, everything into {run.folder}",
         ]
     )
 
@@ -35,6 +36,8 @@ def closing_lines(run: Run, step: int, seconds: float | None) -> str:
         "; nothing was done" if seconds is None else f" after {int(seconds // 60)} min {seconds % 60:.0f} s"
     )
     of = f"of {steps}" if step <= steps else f"is past training.steps = {steps}"
+    if step < steps:
+        of += ", where the data is used up"
     lines = [f"The run is complete: step {step} {of}{took}."]
     if section.enable:
         lines.append(f"  checkpoints  {run.checkpoint_folder}")
@@ -43,10 +46,8 @@ def closing_lines(run: Run, step: int, seconds: float | None) -> str:
         events = run.folder / config.metrics.save_tb_folder
         lines.append(f"  TensorBoard  {events}; to look at it: tensorboard --logdir {events}")
     if section.enable and not section.load_only and not section.last_save_model_only:
-        lines.append(
-            "To go on from here, on any number of processes: the same command with "
-            f"--training.steps {step + max(step // 2, 1)}"
-        )
+        change = "--data.repeat true" if step < steps else f"--training.steps {step + max(step // 2, 1)}"
+        lines.append(f"To go on from here, on any number of processes: the same command with {change}")
     return "\n".join(lines)
 
 

@@ -47,13 +47,13 @@ class Checkpoints:
             run.checkpoint_folder, keep_latest_k=self.section.keep_latest_k, rank=place.rank, say=say
         )
 
-    def due(self, step: int) -> bool:
-        """Whether this step is to be saved."""
+    def due(self, step: int, last_step: int) -> bool:
+        """Whether this step of a run that ends with `last_step` is to be saved."""
         section = self.section
         if not section.enable or section.load_only:
             return False
         first = step == 1 and section.enable_first_step_checkpoint
-        return first or step % section.interval == 0 or step == self.run.config.training.steps
+        return first or step % section.interval == 0 or step == last_step
 
     def tensors(self, *, model_only: bool = False) -> dict[str, Tensor]:
         """Return the live tensors of a checkpoint by name."""
@@ -63,9 +63,8 @@ class Checkpoints:
         state = optimizer_tensors(self.optimizer, self.parameters)
         return model | {f"optimizer.{name}": tensor for name, tensor in state.items()}
 
-    def save(self, progress: Progress) -> None:
+    def save(self, progress: Progress, last_step: int) -> None:
         run, step = self.run, progress.steps_done
-        last = step == run.config.training.steps
         state = {
             "train_state": {"tokens_seen": progress.tokens_seen},
             "guard": self.guard.state(),
@@ -76,7 +75,7 @@ class Checkpoints:
         begin = time.perf_counter()
         self.checkpointer.save(
             step,
-            self.tensors(model_only=last and self.section.last_save_model_only),
+            self.tensors(model_only=step == last_step and self.section.last_save_model_only),
             state,
             model={"name": model.name, "flavor": model.flavor, "args": dataclasses.asdict(run.args)},
             layout=dataclasses.asdict(run.layout),

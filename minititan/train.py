@@ -48,7 +48,9 @@ Batch = dict[str, Tensor]
 class Trainer:
     """A run in progress. From step to step change model, optimizer, loader, and the two counters."""
 
-    metrics: MetricsLogger  # made by `build`, once it is known at which step the run stands
+    # Set by `build`, once it is known at which step the run stands:
+    metrics: MetricsLogger
+    last_step: int
 
     def __init__(self, run: Run, place: Distributed) -> None:
         """Make the parts of a run at its start; every rank must call it."""
@@ -77,10 +79,29 @@ class Trainer:
         trainer = cls(run, place)
         progress = trainer.checkpoints.load()
         trainer.steps_done, trainer.tokens_seen = progress.steps_done, progress.tokens_seen
+        trainer.last_step = trainer.find_last_step()
         trainer.metrics = build.metrics_of(
-            run, place, step=trainer.steps_done, tokens_seen=trainer.tokens_seen
+            run,
+            place,
+            step=trainer.steps_done,
+            last_step=trainer.last_step,
+            tokens_seen=trainer.tokens_seen,
         )
         return trainer
+
+    def find_last_step(self) -> int:
+        """Return the step that the run ends with: `training.steps`, or where data that is used once ends."""
+        steps = self.config.training.steps
+        if self.config.data.repeat:
+            return steps
+        end = self.steps_done + self.loader.steps_left()
+        if end == 0:
+            rule = f"the data has fewer samples than the {self.job.layout.global_batch_size} of one step"
+            raise ConfigError(self.config.fault("data.repeat", rule, "set it to true or give more text"))
+        if end < steps:
+            rule = f"the data is used up after step {end}: the run ends there"
+            self.say(self.config.fault("training.steps", rule, "data.repeat = true goes through it again"))
+        return min(end, steps)
 
     def say(self, line: str) -> None:
         if self.place.rank == 0:
@@ -193,12 +214,12 @@ class Trainer:
 
     def run(self) -> None:
         """Train to the last step; every rank must call it."""
-        steps, begin = self.config.training.steps, time.perf_counter()
+        begin = time.perf_counter()
         gc.disable()  # a collection at a random moment on one rank makes all ranks wait: all collect together
         batches = iter(self.loader)
         with build.profiler_of(self.job, self.place, self.metrics, self.steps_done) as profiler:
             first = self.steps_done + 1
-            while self.steps_done < steps:
+            while self.steps_done < self.last_step:
                 self.step(batches)
                 profiler.step()
                 if self.steps_done == first:
@@ -208,16 +229,16 @@ class Trainer:
                 if self.validation_due(self.steps_done):
                     with self.metrics.paused():
                         self.validate()
-                if self.checkpoints.due(self.steps_done):
+                if self.checkpoints.due(self.steps_done, self.last_step):
                     with self.metrics.paused():
-                        self.checkpoints.save(Progress(self.steps_done, self.tokens_seen))
+                        self.checkpoints.save(Progress(self.steps_done, self.tokens_seen), self.last_step)
         gc.enable()
         self.metrics.close()
         self.say(closing_lines(self.job, self.steps_done, time.perf_counter() - begin))
 
     def validation_due(self, step: int) -> bool:
         section = self.config.validation
-        return section.enable and (step % section.freq == 0 or step == self.config.training.steps)
+        return section.enable and (step % section.freq == 0 or step == self.last_step)
 
     def validate(self) -> None:
         result = run_validation(self.model, self.validation_batches, self.device, self.meshes.dp_group)
@@ -267,7 +288,7 @@ def train(config: Config) -> None:
     if place.rank == 0:
         write_config(run)
     parameters = sum(parameter.numel() for parameter in trainer.parameters.values())
-    trainer.say(opening_lines(run, place.device, parameters, trainer.steps_done))
+    trainer.say(opening_lines(run, place.device, parameters, trainer.steps_done, trainer.last_step))
     trainer.run()
     shutdown(place)
 

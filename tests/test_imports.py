@@ -12,7 +12,7 @@ PACKAGE = Path(minititan.__file__).parent
 # A unit imports from lower levels and its own, never from higher ones; units of one level form no cycle.
 LEVELS = [
     {"config"},
-    {"models", "distributed"},
+    {"models", "distributed", "faults"},
     {"checkpoint", "data", "optimizer", "loss", "metrics", "sinks", "profiling", "registry", "parallelisms"}
     | {"gradients", "guard", "init", "loss_scale", "muon"},
     {"train", "build", "run", "report", "resume", "validate", "generate", "plan"},

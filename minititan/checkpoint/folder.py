@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from minititan import faults
 from minititan.checkpoint import manifest
 from minititan.checkpoint.manifest import COMMIT, TRAIN_STATE, File, Manifest
 from minititan.config import ConfigError
@@ -99,6 +100,7 @@ def begin(folder: Path, step: int) -> Path:
             shutil.rmtree(entry)
     temporary = folder / f"{_TEMPORARY}step-{step}-{uuid.uuid4().hex[:8]}"
     temporary.mkdir()
+    faults.point("checkpoint.begin")
     return temporary
 
 
@@ -108,12 +110,15 @@ def commit(temporary: Path, folder: Path, tensors_only: Manifest, state: Mapping
     `tensors_only` lists the files that are there so far. What has the name already is moved aside.
     """
     written = {TRAIN_STATE: _write_state(temporary / TRAIN_STATE, state)}
+    faults.point("checkpoint.before_commit")
     manifest.write(temporary, tensors_only.model_copy(update={"files": tensors_only.files | written}))
     _sync_folder(temporary)
     final = step_folder(folder, tensors_only.step)
     if os.path.lexists(final):
         move_aside(folder, tensors_only.step)
+    faults.point("checkpoint.before_rename")
     temporary.rename(final)
+    faults.point("checkpoint.after_rename")
     _sync_folder(folder)
 
 
@@ -145,6 +150,7 @@ def retain(folder: Path, keep_latest_k: int, just_saved: int) -> None:
         # Renamed first: a half-removed folder must not look like a checkpoint.
         leaving = folder / f"{_TEMPORARY}removed-step-{step}-{uuid.uuid4().hex[:8]}"
         step_folder(folder, step).rename(leaving)
+        faults.point("checkpoint.retain")
         shutil.rmtree(leaving)
 
 

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
+from minititan import faults
 from minititan.checkpoint.agreement import RanksFailedError, world_size
 from minititan.checkpoint.manifest import COMMIT, WAY_OUT, File, TensorInfo
 from minititan.config import ConfigError
@@ -65,6 +66,7 @@ class _SyncedFile:
         self._digest.update(data)
         self._size += memoryview(data).nbytes
         with self._files.noticing():
+            faults.point("checkpoint.write")
             return self._file.write(data)
 
     def flush(self) -> None:

@@ -285,7 +285,7 @@ class Debug(Section):
 
 
 class Data(Section):
-    """Own section: how text becomes prepared tokens."""
+    """Own section: how text becomes prepared tokens, and how often they are used."""
 
     cache_folder: OptionalText = None
     """Folder of prepared tokens; shared storage on several nodes; unset or empty: the user's cache folder."""
@@ -295,6 +295,8 @@ class Data(Section):
     """Begin each document with the tokenizer's beginning-of-sequence id."""
     add_eos: bool = True
     """End each document with the tokenizer's end-of-sequence id."""
+    repeat: bool = True
+    """Go through the data again, in a new order, when all of it was used; false: the run ends there."""
 
 
 class Config(Section):

@@ -142,9 +142,9 @@ class TrainLoader:
     ) -> None:
         self._state, self._label = state, tokens.label
         self._micro_batches = state.global_batch_size // dp_degree // micro_batch_size
-        n = tokens.num_samples(state.seq_len)
+        self._n = tokens.num_samples(state.seq_len)
         self._batches = _GlobalBatches(
-            n, state.seed, state.global_batch_size, micro_batch_size, dp_rank, dp_degree
+            self._n, state.seed, state.global_batch_size, micro_batch_size, dp_rank, dp_degree
         )
         with warnings.catch_warnings():
             # torchdata 0.11 calls a function that torch 2.13 deprecates; can go with a later torchdata.
@@ -164,6 +164,10 @@ class TrainLoader:
     def state(self) -> DataState:
         """The state after the last step all of whose micro-batches were taken, whatever was prefetched."""
         return self._state
+
+    def steps_left(self) -> int:
+        """How many whole global batches are left of the first time through the data."""
+        return max(self._n - self._state.samples_consumed, 0) // self._state.global_batch_size
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self._state)

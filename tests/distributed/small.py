@@ -3,9 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-Keys = dict[str, str]
+from tests.distributed.layouts import Overrides
+from tests.distributed.runs import arguments
 
-SMALL: Keys = {
+SMALL: Overrides = {
     "training.dataset": "stdlib",
     "training.steps": "5",
     "training.seq_len": "32",
@@ -21,15 +22,15 @@ SMALL: Keys = {
     "metrics.log_batch_hash": "true",
     "activation_checkpoint.mode": "none",
 }
-FLOAT64: Keys = {"training.dtype": "float64", "training.mixed_precision_param": "auto"}
-EVERY_STEP: Keys = {
+FLOAT64: Overrides = {"training.dtype": "float64", "training.mixed_precision_param": "auto"}
+EVERY_STEP: Overrides = {
     "checkpoint.enable": "true",
     "checkpoint.interval": "1",
     "checkpoint.keep_latest_k": "0",
 }
 
 
-def degrees(shard: int = 1, tp: int = 1) -> Keys:
+def degrees(shard: int = 1, tp: int = 1) -> Overrides:
     """The keys of `shard` x `tp` ranks."""
     return {
         "parallelism.data_parallel_shard_degree": str(shard),
@@ -37,15 +38,7 @@ def degrees(shard: int = 1, tp: int = 1) -> Keys:
     }
 
 
-def words(folder: Path, cache: Path, keys: Keys) -> list[str]:
-    """The command line of the small run with `keys`; it writes below `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "run.toml").touch()
-    all_keys = SMALL | {"job.dump_folder": f"{folder}/out", "data.cache_folder": str(cache)} | keys
-    return [f"--job.config_file={folder}/run.toml", *(f"--{key}={value}" for key, value in all_keys.items())]
-
-
-def build(rank: int, world: int, folder: Path, cache: Path, keys: Keys) -> Any:
+def build(rank: int, world: int, folder: Path, cache: Path, keys: Overrides) -> Any:
     """A trainer of the small run, on a rank of the harness."""
     from minititan.config import load
     from minititan.distributed import init_distributed
@@ -53,11 +46,5 @@ def build(rank: int, world: int, folder: Path, cache: Path, keys: Keys) -> Any:
     from minititan.train import Trainer
 
     place = init_distributed(timeout_seconds=60)
-    return Trainer.build(check(load(words(folder, cache, keys)), world), place)
-
-
-def lines(folder: Path) -> list[dict]:
-    """The lines of the run's `metrics.jsonl`."""
-    import json
-
-    return [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+    words = arguments(SMALL | {"data.cache_folder": str(cache)} | keys, folder)
+    return Trainer.build(check(load(words), world), place)

@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.harness import run_ranks
-from tests.distributed.small import EVERY_STEP, Keys, build, degrees, lines
+from tests.distributed.layouts import Overrides
+from tests.distributed.runs import lines
+from tests.distributed.small import EVERY_STEP, build, degrees
 
 SKIP = {"debug.nan_policy": "skip"}
 DP2, DP2_TP2 = degrees(2), degrees(2, 2)
@@ -17,7 +19,7 @@ TWO = {"training.steps": "2", "lr_scheduler.total_steps": "5"}
 Plan = dict[int, str]  # step -> what goes wrong in it, on the last rank
 
 
-def train_with_plan(rank: int, world: int, folder: Path, cache: Path, keys: Keys, plan: Plan) -> dict:
+def train_with_plan(rank: int, world: int, folder: Path, cache: Path, keys: Overrides, plan: Plan) -> dict:
     """Train; in the steps of `plan` the last rank's loss or gradient is broken, or no update is made."""
     from minititan.config import ConfigError
 
@@ -54,7 +56,7 @@ def train_with_plan(rank: int, world: int, folder: Path, cache: Path, keys: Keys
     }
 
 
-def train(world: int, folder: Path, cache: Path, keys: Keys, plan: Plan) -> list[dict]:
+def train(world: int, folder: Path, cache: Path, keys: Overrides, plan: Plan) -> list[dict]:
     return run_ranks(train_with_plan, world, folder, cache, keys, plan)
 
 

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from tests.distributed.harness import run_ranks
-from tests.distributed.small import EVERY_STEP, FLOAT64, Keys, build, degrees, lines
+from tests.distributed.layouts import Overrides
+from tests.distributed.runs import lines
+from tests.distributed.small import EVERY_STEP, FLOAT64, build, degrees
 
 # Widths that no degree divides evenly over both axes: 3 x 20 rows over 2 x 2 ranks, 70 columns.
-MUON: Keys = FLOAT64 | {
+MUON: Overrides = FLOAT64 | {
     "optimizer.name": "Muon",
     "optimizer.lr": "1e-2",
     "optimizer.param_groups": '[{pattern = "*.o_proj.weight", lr = 3e-3, weight_decay = 0.0}, '
@@ -23,7 +25,7 @@ MUON: Keys = FLOAT64 | {
 }
 
 
-def train(rank: int, world: int, folder: Path, cache: Path, keys: Keys) -> dict[str, torch.Tensor]:
+def train(rank: int, world: int, folder: Path, cache: Path, keys: Overrides) -> dict[str, torch.Tensor]:
     """Train; return the full parameters and moments."""
     with contextlib.redirect_stdout(io.StringIO()):
         trainer = build(rank, world, folder, cache, MUON | keys)

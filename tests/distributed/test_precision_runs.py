@@ -5,7 +5,9 @@ import io
 from pathlib import Path
 
 from tests.distributed.harness import run_ranks
-from tests.distributed.small import Keys, build, lines
+from tests.distributed.layouts import Overrides
+from tests.distributed.runs import lines
+from tests.distributed.small import build
 
 CURVE = {
     "training.steps": "20",
@@ -14,7 +16,7 @@ CURVE = {
     "lr_scheduler.warmup_steps": "3",
 }
 PURE = {"training.dtype": "bfloat16", "training.mixed_precision_param": "bfloat16"}
-KINDS: dict[str, Keys] = {
+KINDS: dict[str, Overrides] = {
     "float32": {},
     # The usual 65536 overflows in the first step of so small a batch, whose update is then left out.
     "float16": {"training.mixed_precision_param": "float16", "training.loss_scale_init": "4096"},

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from tests.distributed.harness import run_ranks
-from tests.distributed.small import EVERY_STEP, FLOAT64, Keys, build, degrees, lines
+from tests.distributed.layouts import Overrides
+from tests.distributed.runs import lines
+from tests.distributed.small import EVERY_STEP, FLOAT64, build, degrees
 
-DROPOUT: Keys = EVERY_STEP | {
+DROPOUT: Overrides = EVERY_STEP | {
     "experimental.custom_import": "tests.distributed.dropout_model",
     "model.name": "dropout",
     "model.flavor": "small",
@@ -21,7 +23,7 @@ DROPOUT: Keys = EVERY_STEP | {
 WHOLE = {"parallelism.disable_sequence_parallel": "true"}  # each tp rank has all of the residual stream
 
 
-def train(rank: int, world: int, folder: Path, cache: Path, keys: Keys) -> tuple[list[float], list]:
+def train(rank: int, world: int, folder: Path, cache: Path, keys: Overrides) -> tuple[list[float], list]:
     """Train; return what the model drew, in order, and this rank's parameters."""
     with contextlib.redirect_stdout(io.StringIO()):
         trainer = build(rank, world, folder, cache, DROPOUT | keys)

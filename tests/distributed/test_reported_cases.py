@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from minititan.checkpoint.folder import committed_steps
 from minititan.config import load
 from minititan.init import init_parameters
 from minititan.optimizer import lr_at
@@ -120,6 +121,36 @@ def test_data_that_ends_before_the_run_begins_anew(tmp_path: Path, token_cache: 
     assert list(records) == [1, 2, 3, 4, 5, 6, 7]
     assert records[7]["samples_consumed"] == 7 * 32
     assert len({record["batch_sha256"] for record in records.values()}) == 7
+
+
+def test_data_that_is_used_once_ends_the_run(tmp_path: Path, token_cache: Path) -> None:
+    """The run ends after the last whole global batch, with a checkpoint of it; a resumed one too."""
+    text = tmp_path / "short.txt"
+    text.write_bytes(TEXT.read_bytes()[: 80 * 16])  # 80 samples: 2 steps of 32, and 16 samples that are left
+    once = {
+        "training.dataset_path": str(text),
+        "training.steps": "7",
+        "data.repeat": "false",
+        "checkpoint.enable": "true",
+    }
+    ended = {}
+    for layout in ("one", "dp2"):
+        row = row_of({"layout": layout}).with_("once", once)
+        ended[layout] = steps_of(train(row, tmp_path / layout, token_cache))
+        assert list(ended[layout]) == [1, 2]
+        assert committed_steps(tmp_path / layout / "out" / "checkpoint") == [2]
+        assert list(steps_of(train(row, tmp_path / layout, token_cache))) == [1, 2]  # nothing is left to do
+    hashes = [[record["batch_sha256"] for record in steps.values()] for steps in ended.values()]
+    assert hashes[0] == hashes[1]
+
+    again = row_of({"layout": "one"}).with_("again", once | {"data.repeat": "true", "training.steps": "4"})
+    assert list(steps_of(train(again, tmp_path / "dp2", token_cache))) == [1, 2, 3, 4]
+
+    whole = row_of({"layout": "one"}).with_("4 steps", once | {"training.steps": "2"})
+    assert list(steps_of(train(whole, tmp_path / "whole", token_cache))) == [1, 2]
+    shorter = row_of({"layout": "dp2"}).with_("none", once | {"training.global_batch_size": "128"})
+    with pytest.raises(RuntimeError, match=r"data.repeat = false: the data has fewer samples than the 128"):
+        train(shorter, tmp_path / "none", token_cache)
 
 
 def test_metrics_are_of_one_rank_whichever_layout(tmp_path: Path, token_cache: Path) -> None:
