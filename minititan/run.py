@@ -13,6 +13,7 @@ from torch import nn
 from minititan import data, registry
 from minititan.checkpoint.folder import check_checkpoint, check_step, check_writable, committed_steps
 from minititan.config import Config, ConfigError, Layout, validate
+from minititan.hugging_face.mesh import check_folder
 from minititan.optimizer import ParamGroup, rules_of
 from minititan.parallelisms.fsdp import uneven_faults
 from minititan.parallelisms.tensor_parallel import plan_faults
@@ -98,7 +99,7 @@ def check_names(config: Config, model: nn.Module) -> None:
         raise ConfigError(config.fault("compile.backend", "no such backend", way_out))
 
 
-def check_folders(config: Config, model: nn.Module) -> None:
+def check_folders(config: Config, spec: registry.ModelSpec, model: nn.Module) -> None:
     """Raise ConfigError where a folder cannot be written, or a checkpoint to start from is not there."""
     check_writable("job.dump_folder", folder_of(config))
     section, folder = config.checkpoint, checkpoint_folder_of(config)
@@ -110,7 +111,24 @@ def check_folders(config: Config, model: nn.Module) -> None:
         check_step(folder, section.load_step)
     elif section.enable and section.initial_load_path and not committed_steps(folder):
         path = Path(section.initial_load_path).expanduser()
+        if section.initial_load_in_hf:
+            if spec.hugging_face is not None:
+                check_folder(path, spec.hugging_face, model)
+            return
         check_checkpoint(path, f"checkpoint.initial_load_path = {json.dumps(section.initial_load_path)}")
+
+
+def check_hugging_face(config: Config, spec: registry.ModelSpec) -> None:
+    """Raise ConfigError where the config asks for Hugging Face's form of a family that has none."""
+    section, faults = config.checkpoint, []
+    for key in ("initial_load_in_hf", "last_save_in_hf"):
+        if section.enable and getattr(section, key) and spec.hugging_face is None:
+            rule = f"the family {config.model.name} has no form of Hugging Face"
+            faults.append(
+                config.fault(f"checkpoint.{key}", rule, "give its ModelSpec one, or set it to false")
+            )
+    if faults:
+        raise ConfigError(*faults)
 
 
 @contextmanager
@@ -148,9 +166,12 @@ def check(config: Config, world_size: int) -> Run:
     for name, section in sections.items():
         with collected(faults):
             data.check_source(section.dataset, section.dataset_path, section=name, fault=config.fault)
-    for check_part in (check_names, check_folders):
-        with collected(faults):
-            check_part(config, built)
+    with collected(faults):
+        check_names(config, built)
+    with collected(faults):
+        check_hugging_face(config, spec)
+    with collected(faults):
+        check_folders(config, spec, built)
     if faults or layout is None:
         raise ConfigError(*faults)
     return Run(config, spec, args, tokenizer, layout)

@@ -203,18 +203,9 @@ REFUSED = {
         ["parallelism.expert_parallel_degree=2"],
         "expert parallelism is not there yet; only 1 so far",
     ),
-    "checkpoint.initial_load_in_hf": (
-        ["checkpoint.enable", "checkpoint.initial_load_in_hf"],
-        "import from the form",
-    ),
     "checkpoint.initial_load_in_hf_quantized": (
         ["checkpoint.enable", "checkpoint.initial_load_in_hf_quantized"],
-        "import from the form",
-    ),
-    "checkpoint.last_save_in_hf": (["checkpoint.enable", "checkpoint.last_save_in_hf"], "export to the form"),
-    "checkpoint.export_dtype": (
-        ["checkpoint.enable", "checkpoint.last_save_model_only", "checkpoint.export_dtype=bfloat16"],
-        "export in another type is not there yet",
+        "quantised weights are not read; load a checkpoint in bfloat16",
     ),
     "checkpoint.async_mode": (
         ["checkpoint.enable", "checkpoint.async_mode=async"],
@@ -291,3 +282,19 @@ def test_switches_and_refusals_name_real_keys() -> None:
         for prefix in feature.prefixes:
             assert any(key.startswith(prefix) for key in all_keys())
     assert all(refusal.key in all_keys() for refusal in REFUSALS)
+
+
+def test_files_of_hugging_face_hold_weights_only(tmp_path: Path) -> None:
+    assert faults(tmp_path, "checkpoint.enable", "checkpoint.initial_load_in_hf") == (
+        "checkpoint.initial_load_in_hf = true: needs checkpoint.initial_load_path; "
+        "name the folder, or set it to false",
+    )
+    words = ("checkpoint.initial_load_path=x", "checkpoint.no_initial_load_model_only")
+    assert faults(tmp_path, "checkpoint.enable", "checkpoint.initial_load_in_hf", *words) == (
+        "checkpoint.initial_load_model_only = false: files in Hugging Face's form hold weights only; "
+        "set it to true",
+    )
+    assert faults(tmp_path, "checkpoint.enable", "checkpoint.last_save_in_hf") == (
+        "checkpoint.last_save_in_hf = true: needs checkpoint.last_save_model_only = true; "
+        "set it, or keep the whole step and run minititan export",
+    )

@@ -14,7 +14,7 @@ LEVELS = [
     {"config"},
     {"models", "distributed", "faults"},
     {"checkpoint", "data", "optimizer", "loss", "metrics", "sinks", "profiling", "registry", "parallelisms"}
-    | {"gradients", "guard", "init", "loss_scale", "muon"},
+    | {"gradients", "guard", "hugging_face", "init", "loss_scale", "muon"},
     {"train", "build", "run", "report", "resume", "validate", "generate", "plan"},
     {"__main__"},
 ]

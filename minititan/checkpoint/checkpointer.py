@@ -162,13 +162,18 @@ class Checkpointer:
             self._say(f"{self.folder}: an old checkpoint could not be removed ({error.strerror})")
 
     def load(
-        self, source: Verified | int | str | Path, tensors: dict[str, Tensor], exclude: Sequence[str] = ()
+        self,
+        source: Verified | int | str | Path,
+        tensors: dict[str, Tensor],
+        exclude: Sequence[str] = (),
+        *,
+        cast: bool = False,
     ) -> dict[str, Any]:
         """Overwrites `tensors` from a checkpoint (see `verified` for what names one).
 
         Returns the saved `train_state` without the top-level keys in `exclude`. Sections that `tensors` has
-        no key of are not loaded; those it has must match key by key, with shapes and dtypes, or ConfigError
-        names the differences before anything is overwritten.
+        no key of are not loaded; those it has must match key by key, with shapes and (without `cast`) dtypes,
+        or ConfigError names the differences before anything is overwritten.
         """
         contents.check_exclude(exclude)
         found = source if isinstance(source, Verified) else self.verified(source)
@@ -179,15 +184,15 @@ class Checkpointer:
                 metadata = read_metadata(path)
                 check_files(path, metadata, found.manifest.files)
             selected = contents.wanted(tensors, exclude)
-            self._compare(path, selected, metadata)
+            self._compare(path, selected, metadata, cast)
             read_tensors(path, metadata, selected)
         except RanksFailedError as failed:
             raise failed.explained(f"{path}: could not be read", WAY_OUT) from None
         return {key: value for key, value in state.items() if key not in exclude}
 
-    def _compare(self, path: Path, selected: dict[str, Tensor], metadata: Metadata) -> None:
+    def _compare(self, path: Path, selected: dict[str, Tensor], metadata: Metadata, cast: bool) -> None:
         lines = dict.fromkeys(
-            line for lines in gather(contents.faults(path, selected, metadata)) for line in lines
+            line for lines in gather(contents.faults(path, selected, metadata, cast)) for line in lines
         )
         # With pipeline stages a rank has some of the keys only: unexpected is what no rank asks for.
         extra = set.intersection(*gather(contents.unexpected(selected, metadata)))

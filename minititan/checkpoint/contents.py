@@ -44,8 +44,10 @@ def unexpected(tensors: Mapping[str, Tensor], metadata: Metadata) -> set[str]:
     return {key for key in metadata.state_dict_metadata if section(key) in sections} - tensors.keys()
 
 
-def faults(path: object, tensors: Mapping[str, Tensor], metadata: Metadata) -> list[str]:
-    """One line for each kind of difference: keys the checkpoint lacks, other shapes, other dtypes."""
+def faults(path: object, tensors: Mapping[str, Tensor], metadata: Metadata, cast: bool) -> list[str]:
+    """One line for each kind of difference: keys the checkpoint lacks, other shapes, and, where tensors are
+    not `cast`, other dtypes.
+    """
     saved = metadata.state_dict_metadata
     missing = [key for key in tensors if key not in saved]
     shapes: list[str] = []
@@ -57,7 +59,7 @@ def faults(path: object, tensors: Mapping[str, Tensor], metadata: Metadata) -> l
         assert isinstance(entry, TensorStorageMetadata)  # the reader of metadata lets nothing else in
         if entry.size != tensor.shape:
             shapes.append(f"{key} {list(entry.size)}, here {list(tensor.shape)}")
-        elif entry.properties.dtype != tensor.dtype:
+        elif entry.properties.dtype != tensor.dtype and not cast:
             dtypes.append(f"{key} {_short(entry.properties.dtype)}, here {_short(tensor.dtype)}")
     lines: list[str] = []
     if missing:

@@ -4,17 +4,16 @@ Each rank reads the slices that it has, and writes its share of the files from t
 rank holds the whole model.
 """
 
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from minititan.checkpoint.agreement import RanksFailedError, agreed, first_rank, rank, world_size
 from minititan.checkpoint.folder import move_aside
-from minititan.config import ConfigError
 from minititan.hugging_face import exports, target, weights
 from minititan.hugging_face.config_json import CONFIG, arguments_of
 from minititan.hugging_face.reading import open_files, read_json
@@ -61,7 +60,8 @@ def load_folder(
         raise failed.explained(f"{path}: could not be read", "use another folder") from None
     now = asdict(args)
     for key, value in (arguments_of(config, form) if config is not None else {}).items():
-        if now[key] != value and not (key == "head_dim" and args.channels == value):
+        # A size left to its default (None) shows in the shapes.
+        if now[key] != value and not (now[key] is None and isinstance(value, int)):
             say(f"model.args.{key} = {now[key]}: {path / CONFIG} has {value}; the run's TOML wins")
     return config
 
@@ -83,8 +83,15 @@ def save_folder(step: Path, path: Path, assets: Path | None) -> None:
 
     try:
         export, temporary = first_rank(begin)
-        with agreed():
-            exports.write_shards(export, temporary, export.shards[rank() :: world_size()])
-        first_rank(finish)
+        try:
+            with agreed():
+                exports.write_shards(export, temporary, export.shards[rank() :: world_size()])
+            first_rank(finish)
+        except BaseException:
+            if rank() == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
     except RanksFailedError as failed:
-        raise failed.explained(f"{path}: could not be written", "make room; minititan export writes it") from None
+        raise failed.explained(
+            f"{path}: could not be written", "make room; minititan export writes it"
+        ) from None
