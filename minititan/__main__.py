@@ -7,6 +7,8 @@ inside it, so that `minititan config` answers without loading torch.
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
@@ -18,6 +20,8 @@ from minititan.config.schema import Config
 
 def config_command(argv: Sequence[str]) -> int:
     """Prints the resolved TOML of a run, or with `--schema` the JSON schema of the file."""
+    if asks_for_help(argv):
+        return usage("config")
     if list(argv) == ["--schema"]:
         print(json.dumps(Config.model_json_schema(), indent=2))
     else:
@@ -27,22 +31,54 @@ def config_command(argv: Sequence[str]) -> int:
 
 def train_command(argv: Sequence[str]) -> int:
     """Trains in this one process; with torchrun, start `torchrun -m minititan.train` instead."""
+    if asks_for_help(argv):
+        return usage("train")
     from minititan.train import main as train
 
     return train(argv)
 
 
+def import_command(argv: Sequence[str]) -> int:
+    """Makes a run from weights in Hugging Face's form."""
+    from minititan.commands.hugging_face import import_command
+
+    return import_command(argv)
+
+
+def export_command(argv: Sequence[str]) -> int:
+    """Writes a checkpoint in Hugging Face's form."""
+    from minititan.commands.hugging_face import export_command
+
+    return export_command(argv)
+
+
+def checkpoint_command(argv: Sequence[str]) -> int:
+    """Looks at checkpoints, and thins them out."""
+    from minititan.commands.checkpoint import checkpoint_command
+
+    return checkpoint_command(argv)
+
+
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "config": (config_command, "print the resolved TOML of a run; --schema: the JSON schema for editors"),
     "train": (train_command, "train in one process (several: torchrun -m minititan.train)"),
+    "import": (import_command, "make a run that trains on from weights in Hugging Face's form"),
+    "export": (export_command, "write a checkpoint in Hugging Face's form"),
+    "checkpoint": (checkpoint_command, "ls, show, verify, diff, prune, convert checkpoints"),
 }
+
+
+def usage(name: str) -> int:
+    """Prints what a command with the options of a run does."""
+    print(f"minititan {name}: {COMMANDS[name][1]}\n{USAGE}")
+    return 0
 
 
 def help_text() -> str:
     """What `minititan --help` prints."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {line}" for name, (_, line) in COMMANDS.items()]
-    head = "usage: minititan COMMAND --job.config_file FILE.toml [--section.key VALUE]..."
+    head = "usage: minititan COMMAND ...; minititan COMMAND --help tells more"
     return "\n".join(
         [head, "", "commands:", *lines, "", "Every key of the file is described in docs/config.md."]
     )
@@ -60,14 +96,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"command line: {name}: no such command; {near}commands: {', '.join(COMMANDS)}", file=sys.stderr
         )
         return 2
-    if asks_for_help(rest):
-        print(f"minititan {name}: {COMMANDS[name][1]}\n{USAGE}")
-        return 0
     try:
-        return COMMANDS[name][0](rest)
+        code = COMMANDS[name][0](rest)
+        sys.stdout.flush()
+        return code
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
+    except SystemExit as ended:  # of argparse, after its help
+        return int(ended.code or 0)
+    except BrokenPipeError:
+        # Whoever read the output has had enough. The interpreter's own flush at the end must not fail too.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
 
 
 if __name__ == "__main__":

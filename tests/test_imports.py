@@ -15,7 +15,7 @@ LEVELS = [
     {"models", "distributed", "faults"},
     {"checkpoint", "data", "optimizer", "loss", "metrics", "sinks", "profiling", "registry", "parallelisms"}
     | {"gradients", "guard", "hugging_face", "init", "loss_scale", "muon"},
-    {"train", "build", "run", "report", "resume", "validate", "generate", "plan"},
+    {"train", "build", "commands", "run", "report", "resume", "validate", "generate", "plan"},
     {"__main__"},
 ]
 LEVEL = {unit: level for level, units in enumerate(LEVELS) for unit in units}

@@ -1,6 +1,7 @@
 """The `minititan` command: exit codes, and what goes to which stream."""
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -26,9 +27,9 @@ def test_a_fault_goes_to_stderr_with_exit_code_2(tmp_path: Path, capsys: pytest.
 
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["conf"]) == 2
-    assert (
-        capsys.readouterr().err
-        == "command line: conf: no such command; nearest: config; commands: config, train\n"
+    assert capsys.readouterr().err == (
+        "command line: conf: no such command; nearest: config; "
+        "commands: config, train, import, export, checkpoint\n"
     )
 
 
@@ -81,3 +82,13 @@ def test_config_as_a_program_without_torch(tmp_path: Path) -> None:
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert done.stderr == f'command line: job.config_file = "{tmp_path}/none.toml": no such file\n'
+
+
+def test_a_reader_that_has_had_enough_ends_the_command_quietly() -> None:
+    words = [sys.executable, "-m", "minititan", "config", "--schema"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.read(2) == b"{\n"
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(60) == 128 + signal.SIGPIPE

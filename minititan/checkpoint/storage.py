@@ -152,9 +152,15 @@ class _SavePlanner(DefaultSavePlanner):
     def __init__(self, read: Callable[[str], Tensor] | None) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._read = read
+        self._last: Tensor | None = None
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        return super().lookup_object(index) if self._read is None else self._read(index.fqn)
+        if self._read is None:
+            return super().lookup_object(index)
+        if self._last is not None:  # written by now, but torch up to 2.13 holds it until the file is done
+            self._last.untyped_storage().resize_(0)
+        self._last = self._read(index.fqn).clone()
+        return self._last
 
     def create_local_plan(self) -> SavePlan:
         plain = {key: tensor for key, tensor in self.state_dict.items() if not isinstance(tensor, DTensor)}

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from minititan import registry
 from minititan.checkpoint import manifest
-from minititan.checkpoint.storage import read_metadata, read_tensors
+from minititan.checkpoint.folder import check_checkpoint
+from minititan.checkpoint.tensors import StepTensors, verified
 from minititan.config import ConfigError
 from minititan.config.error import fault_line
 from minititan.data import build_tokenizer
 from minititan.hugging_face.config_json import CONFIG, config_of
-from minititan.hugging_face.target import sync_folder
+from minititan.hugging_face.target import check_new, new_folder, sync_folder
 from minititan.hugging_face.weights import parameters_of
 from minititan.hugging_face.writing import Layout, Shard, shards_of, write_index, write_json, write_shard
 
@@ -39,24 +40,33 @@ ASSETS = (
 )
 
 
-class StepTensors:
-    """The tensors of a checkpoint, read one at a time; the last one is kept, since stacked ones are asked for
-    piece by piece.
+def export_model(
+    step: Path,
+    target: Path,
+    *,
+    dtype: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    tokenizer: str | None = None,
+    custom_import: str = "",
+) -> "Export":
+    """Write a checkpoint as a folder in Hugging Face's form; return what was written.
+
+    `tokenizer` is a folder or a tokenizer.json, "none", or None for the run's own. Raises ConfigError, and
+    leaves nothing behind then.
     """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._metadata = read_metadata(path)
-        self._last: tuple[str, Tensor] | None = None
-
-    def read(self, key: str) -> Tensor:
-        if self._last is None or self._last[0] != key:
-            self._last = None  # freed first
-            entry: Any = self._metadata.state_dict_metadata[key]
-            tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-            read_tensors(self._path, self._metadata, {key: tensor}, alone=True)
-            self._last = (key, tensor)
-        return self._last[1]
+    check_checkpoint(step)
+    check_new(target)
+    registry.load_user_models(
+        custom_import,
+        lambda key, rule, way_out: fault_line("command line", key, custom_import, rule, way_out),
+    )
+    chosen = None if tokenizer in (None, "none") else Path(tokenizer).expanduser()
+    assets = kept_assets(step) if tokenizer is None else chosen
+    export = planned(step, assets, dtype=dtype, shard_bytes=shard_bytes)
+    with new_folder(target) as temporary:
+        write_shards(export, temporary, export.shards)
+        write_rest(export, temporary)
+    return export
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,7 @@ class Export:
     """What an export will write."""
 
     step: Path
+    saved: manifest.Manifest
     shards: list[Shard]
     places: Mapping[str, tuple[str, int | None]]  # tensor -> key in the checkpoint, and which row of it
     config: dict[str, Any]
@@ -77,9 +88,7 @@ def planned(
 
     `dtype` None keeps that of each tensor. Raises ConfigError.
     """
-    if faults := manifest.verify(step):
-        raise ConfigError(*(f"{fault}; {manifest.WAY_OUT}" for fault in faults))
-    saved = manifest.read(step)
+    saved = verified(step)
     imported = _kept(step).get("config")
     form, args = _family(step, saved.model)
     prefix = "model."
@@ -97,12 +106,12 @@ def planned(
     types = {layout.dtype for layout in layouts}
     widest = max(types, key=lambda each: each.itemsize)
     config = config_of(form, asdict(args), str(widest).removeprefix("torch."), imported, special)
-    return Export(step, shards_of(layouts, shard_bytes), places, config, assets)
+    return Export(step, saved, shards_of(layouts, shard_bytes), places, config, assets)
 
 
 def write_shards(export: Export, folder: Path, shards: Iterable[Shard]) -> None:
     """Write some of the files with tensors."""
-    tensors = StepTensors(export.step)
+    tensors = StepTensors(export.step, export.saved)
 
     def read(name: str) -> Tensor:
         key, row = export.places[name]
@@ -120,16 +129,16 @@ def write_rest(export: Export, folder: Path) -> None:
 
 
 def copy_assets(source: Path | None, folder: Path) -> None:
-    """Copy the tokenizer's files of a folder (or the one file) to the disk."""
+    """Copy a tokenizer's files, those of a folder or of a tokenizer.json and what lies beside it."""
     if source is None:
         return
     folder.mkdir(exist_ok=True)
-    there = [source / name for name in ASSETS] if source.is_dir() else [source]
-    for file in there:
+    for name in ASSETS:
+        named = source if name == "tokenizer.json" and source.is_file() else None
+        file = named or (source if source.is_dir() else source.parent) / name
         if file.is_file():
-            copy = folder / (file.name if source.is_dir() else "tokenizer.json")
-            shutil.copyfile(file, copy)
-            with open(copy, "rb") as copied:
+            shutil.copyfile(file, folder / name)
+            with open(folder / name, "rb") as copied:
                 os.fsync(copied.fileno())
     sync_folder(folder)
 

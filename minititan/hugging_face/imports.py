@@ -16,6 +16,7 @@ from minititan.checkpoint.checkpointer import Checkpointer
 from minititan.checkpoint.folder import step_folder
 from minititan.config import Config, ConfigError, load
 from minititan.config.command_line import WHERE, parse
+from minititan.config.error import fault_line
 from minititan.config.schema import all_keys
 from minititan.data import build_tokenizer
 from minititan.hugging_face import weights
@@ -57,7 +58,10 @@ def import_model(source: Path, words: Sequence[str], say: Callable[[str], None])
     given = _options(words)
     run = Path(os.path.abspath(Path(given["job.dump_folder"]).expanduser()))
     check_new(run)
-    registry.load_user_models(given.get("experimental.custom_import", ""), _fault)
+    custom = given.get("experimental.custom_import", "")
+    registry.load_user_models(
+        custom, lambda key, rule, way_out: fault_line(WHERE, key, custom, rule, way_out)
+    )
     files = open_files(source)
     imported = read_json(source / CONFIG) if source.is_dir() else None
     table = _named(source, given) if imported is None else _described(source / CONFIG, imported, given)
@@ -87,16 +91,12 @@ def _options(words: Sequence[str]) -> Table:
     if not faults and not given.get("job.dump_folder"):
         faults = [f"{WHERE}: --job.dump_folder: where to write the run; give a new folder"]
     if "job.config_file" in given:
-        faults.append(
-            _fault("job.config_file", "is written, not read", "give single keys: --section.key VALUE")
-        )
+        way_out = "give single keys: --section.key VALUE"
+        file = given["job.config_file"]
+        faults.append(fault_line(WHERE, "job.config_file", file, "is written, not read", way_out))
     if faults:
         raise ConfigError(*faults)
     return given
-
-
-def _fault(key: str, rule: str, way_out: str) -> str:
-    return f"{WHERE}: {key}: {rule}" + (f"; {way_out}" if way_out else "")
 
 
 def _named(source: Path, given: Table) -> Table:
@@ -120,8 +120,8 @@ def _described(where: Path, imported: Mapping[str, Any], given: Table) -> Table:
         way_out = f"there are: {there}; a family of your own: --experimental.custom_import MODULE"
         raise ConfigError(f"{where}: model_type = {json.dumps(kind)}: no family has this type; {way_out}")
     if name not in forms:
-        rule = f"{name} has no form of Hugging Face"
-        raise ConfigError(_fault("model.name", rule, f"there are: {', '.join(forms)}"))
+        rule = "has no form of Hugging Face"
+        raise ConfigError(fault_line(WHERE, "model.name", name, rule, f"there are: {', '.join(forms)}"))
     values = arguments_of(imported, forms[name], where)
     args = {f"model.args.{key}": value for key, value in values.items() if value is not None}
     flavor = _nearest_flavor(registry.families()[name], values)

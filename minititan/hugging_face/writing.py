@@ -15,7 +15,8 @@ from torch import Tensor
 
 from minititan.hugging_face.reading import DTYPES, INDEX, SINGLE
 
-_CODES = {dtype: code for code, dtype in DTYPES.items()}
+_INTEGERS = {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
+_CODES = {dtype: code for code, dtype in (DTYPES | _INTEGERS).items()}
 _ALIGNMENT = 8
 
 
