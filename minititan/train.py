@@ -231,7 +231,8 @@ class Trainer:
                         self.validate()
                 if self.checkpoints.due(self.steps_done, self.last_step):
                     with self.metrics.paused():
-                        self.checkpoints.save(Progress(self.steps_done, self.tokens_seen), self.last_step)
+                        progress = Progress(self.steps_done, self.tokens_seen)
+                        self.checkpoints.save(progress, last=self.steps_done == self.last_step)
         gc.enable()
         self.metrics.close()
         self.say(closing_lines(self.job, self.steps_done, time.perf_counter() - begin))

@@ -21,7 +21,7 @@ LEVELS = [
 LEVEL = {unit: level for level, units in enumerate(LEVELS) for unit in units}
 LONERS = {"config", "models"}  # import nothing of ours
 
-USED_LATE = ("datasets", "wandb", "tensorboard", "pyarrow", "zstandard", "transformers", "pandas", "IPython")
+USED_LATE = ("datasets", "wandb", "tensorboard", "pyarrow", "transformers", "pandas", "IPython")
 
 
 def imported_units(path: Path) -> set[str]:
