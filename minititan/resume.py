@@ -11,7 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from minititan.checkpoint.checkpointer import Checkpointer, Verified
-from minititan.checkpoint.folder import committed_steps
+from minititan.checkpoint.folder import step_folder, step_folders
+from minititan.checkpoint.manifest import verify
 from minititan.config import Config, ConfigError
 from minititan.data import DataState, TrainLoader
 from minititan.distributed import Distributed
@@ -44,7 +45,11 @@ class Checkpoints:
         self.run, self.section, self.say = run, run.config.checkpoint, say
         self.parameters, self.optimizer, self.loader, self.guard = parameters, optimizer, loader, guard
         self.checkpointer = Checkpointer(
-            run.checkpoint_folder, keep_latest_k=self.section.keep_latest_k, rank=place.rank, say=say
+            run.checkpoint_folder,
+            keep_latest_k=self.section.keep_latest_k,
+            rank=place.rank,
+            say=say,
+            hashes=self.section.verify == "hashes",
         )
 
     def due(self, step: int, last_step: int) -> bool:
@@ -70,7 +75,7 @@ class Checkpoints:
             "train_state": {"tokens_seen": progress.tokens_seen},
             "guard": self.guard.state(),
             "dataloader": dataclasses.asdict(self.loader.state()),
-            "lr_scheduler": schedule_of(run.config),
+            **settings_of(run.config),
         }
         model = run.config.model
         begin = time.perf_counter()
@@ -106,15 +111,25 @@ class Checkpoints:
             return progress
         if not section.initial_load_path:
             return Progress()
-        path = Path(section.initial_load_path).expanduser()
-        progress = self.load_from(checkpointer.verified(path), section.initial_load_model_only)
+        initial = checkpointer.verified(Path(section.initial_load_path).expanduser())
+        if not section.initial_load_model_only:
+            self.check_whole(initial)
+        progress = self.load_from(initial, section.initial_load_model_only)
         self.say(f"Started from {section.initial_load_path}, at step {progress.steps_done}")
         return progress
 
+    def check_whole(self, source: Verified) -> None:
+        """Raise ConfigError when what is to give all of a run's state holds nothing but a model."""
+        left_out = "optimizer" in self.section.exclude_from_loading or not self.section.load_strict
+        if not left_out and not any(key.startswith("optimizer.") for key in source.manifest.tensors):
+            key, rule = "checkpoint.initial_load_model_only", f"{source.path} holds a model only"
+            raise ConfigError(self.run.config.fault(key, rule, "set it to true"))
+
     def load_from(self, source: Verified, model_only: bool) -> Progress:
         """Take over the state of a checkpoint, or only its weights."""
-        exclude = self.section.exclude_from_loading
-        state = self.checkpointer.load(source, self.tensors(model_only=model_only), exclude)
+        section, exclude = self.section, self.section.exclude_from_loading
+        tensors = self.tensors(model_only=model_only)
+        state = self.checkpointer.load(source, tensors, exclude, strict=section.load_strict)
         self.note_changes(source, state)
         if model_only:
             return Progress()
@@ -131,23 +146,25 @@ class Checkpoints:
 
     def note_changes(self, source: Verified, state: Mapping[str, Any]) -> None:
         """Say where the config, which wins, differs from what the checkpoint was saved with."""
-        pairs = {
-            "lr_scheduler": (schedule_of(self.run.config), state.get("lr_scheduler", {})),
-            "model.args": (dataclasses.asdict(self.run.args), source.manifest.model.get("args", {})),
-        }
-        for section, (now, before) in pairs.items():
+        saved = {key: state.get(key, {}) for key in ("optimizer", "lr_scheduler")}
+        saved["model.args"] = source.manifest.model.get("args", {})
+        now = {**settings_of(self.run.config), "model.args": dataclasses.asdict(self.run.args)}
+        for section, before in saved.items():
             for key, value in before.items():
-                if now.get(key) != value:
-                    self.say(f"{section}.{key} = {now.get(key)}: the checkpoint has {value}; the config wins")
+                here = json.loads(json.dumps(now[section].get(key)))  # as it would be saved
+                if here != value:
+                    self.say(f"{section}.{key} = {here}: the checkpoint has {value}; the config wins")
 
 
-def schedule_of(config: Config) -> dict[str, Any]:
-    """Return what the learning rate is a function of, for the checkpoint."""
+def settings_of(config: Config) -> dict[str, dict[str, Any]]:
+    """Return what updates are a function of beside the state; it is saved, but the config wins."""
     schedule = config.lr_scheduler.model_dump()
+    total_steps = schedule["total_steps"] or config.training.steps
+    # How an update is computed is no part of what it is.
+    left_out = {"implementation", "early_step_in_backward"}
     return {
-        **schedule,
-        "lr": config.optimizer.lr,
-        "total_steps": schedule["total_steps"] or config.training.steps,
+        "optimizer": config.optimizer.model_dump(exclude=left_out),
+        "lr_scheduler": {**schedule, "total_steps": total_steps},
     }
 
 
@@ -158,5 +175,7 @@ def completed_step(run: Run) -> int | None:
         return None
     step = section.load_step
     if step < 0:
-        step = max(committed_steps(run.checkpoint_folder), default=0)
-    return step if step >= run.config.training.steps else None
+        step = max(step_folders(run.checkpoint_folder), default=0)
+    if step < run.config.training.steps or verify(step_folder(run.checkpoint_folder, step), hashes=False):
+        return None
+    return step

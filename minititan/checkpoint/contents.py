@@ -1,14 +1,14 @@
-"""What a checkpoint holds against what a run asks for: sections, and the strict comparison of tensors.
+"""What a checkpoint holds against what a run asks for: sections, and the comparison of tensors.
 
-Keys are `model.<name>` and `optimizer.<name>.<state>`: the first word is the section.
+Keys are `model.<parameter>` and `optimizer.<parameter>.<state>`: the first word is the section.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from minititan.checkpoint.manifest import TensorInfo
 from minititan.config import ConfigError
 
 EXCLUDABLE = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")
@@ -16,7 +16,20 @@ OTHER_MODEL = "use the model and arguments that it was saved with"
 OTHER_OPTIMIZER = (
     'use the optimizer that it was saved with, or checkpoint.exclude_from_loading = ["optimizer"]'
 )
+OTHER_DTYPE = "use the training.dtype that it was saved with"
 _NAMES_SHOWN = 5
+
+
+@dataclass
+class Differences:
+    """What keeps tensors from being loaded: keys of each kind, and what to say of them."""
+
+    missing: dict[str, str] = field(default_factory=dict)
+    shapes: dict[str, str] = field(default_factory=dict)
+    dtypes: dict[str, str] = field(default_factory=dict)
+
+    def keys(self) -> set[str]:
+        return {*self.missing, *self.shapes, *self.dtypes}
 
 
 def section(key: str) -> str:
@@ -38,37 +51,55 @@ def wanted(tensors: Mapping[str, Tensor], exclude: Collection[str]) -> dict[str,
     return {key: tensor for key, tensor in tensors.items() if section(key) not in exclude}
 
 
-def unexpected(tensors: Mapping[str, Tensor], metadata: Metadata) -> set[str]:
+def info_of(tensor: Tensor) -> TensorInfo:
+    """What the manifest says of such a tensor."""
+    return TensorInfo(shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
+
+
+def unexpected(tensors: Collection[str], saved: Collection[str]) -> set[str]:
     """Saved keys of the sections that `tensors` has, which this rank does not ask for."""
     sections = {section(key) for key in tensors}
-    return {key for key in metadata.state_dict_metadata if section(key) in sections} - tensors.keys()
+    return {key for key in saved if section(key) in sections} - set(tensors)
 
 
-def faults(path: object, tensors: Mapping[str, Tensor], metadata: Metadata, cast: bool) -> list[str]:
-    """One line for each kind of difference: keys the checkpoint lacks, other shapes, and, where tensors are
-    not `cast`, other dtypes.
-    """
-    saved = metadata.state_dict_metadata
-    missing = [key for key in tensors if key not in saved]
-    shapes: list[str] = []
-    dtypes: list[str] = []
+def differences(
+    tensors: Mapping[str, Tensor], saved: Mapping[str, TensorInfo], cast: bool = False
+) -> Differences:
+    """The keys that the checkpoint lacks, or has in another shape or, where values are not cast, dtype."""
+    found = Differences()
     for key, tensor in tensors.items():
-        entry = saved.get(key)
-        if entry is None:
-            continue
-        assert isinstance(entry, TensorStorageMetadata)  # the reader of metadata lets nothing else in
-        if entry.size != tensor.shape:
-            shapes.append(f"{key} {list(entry.size)}, here {list(tensor.shape)}")
-        elif entry.properties.dtype != tensor.dtype and not cast:
-            dtypes.append(f"{key} {_short(entry.properties.dtype)}, here {_short(tensor.dtype)}")
-    lines: list[str] = []
-    if missing:
-        lines.append(f"{path}: lacks {listed(missing)}; {_way_out(missing, saved)}")
-    if shapes:
-        lines.append(f"{path}: other shapes: {listed(shapes)}; {OTHER_MODEL}")
-    if dtypes:
-        lines.append(f"{path}: other dtypes: {listed(dtypes)}; use the training.dtype that it was saved with")
-    return lines
+        here, there = info_of(tensor), saved.get(key)
+        if there is None:
+            found.missing[key] = key
+        elif there.shape != here.shape:
+            found.shapes[key] = f"{key} {list(there.shape)}, here {list(here.shape)}"
+        elif there.dtype != here.dtype and not cast:
+            found.dtypes[key] = f"{key} {there.dtype}, here {here.dtype}"
+    return found
+
+
+def faults(found: Differences, saved: Collection[str]) -> list[tuple[str, str]]:
+    """What is different and the way out, for each kind of difference."""
+    kinds = (
+        ("lacks", found.missing, _way_out(found.missing, saved)),
+        ("other shapes:", found.shapes, OTHER_MODEL),
+        ("other dtypes:", found.dtypes, OTHER_DTYPE),
+    )
+    return [(f"{what} {listed([*keys.values()])}", way_out) for what, keys, way_out in kinds if keys]
+
+
+def without_halves(tensors: Collection[str], skipped: set[str]) -> set[str]:
+    """`skipped` and what must not be loaded without it: the optimizer's state of a parameter is taken whole,
+    and not beside other values of that parameter.
+    """
+    parameters = {_parameter(key) for key in skipped}
+    states = {key for key in tensors if section(key) == "optimizer"}
+    return skipped | {key for key in states if _parameter(key) in parameters}
+
+
+def _parameter(key: str) -> str:
+    name = key.partition(".")[2]
+    return name.rpartition(".")[0] if section(key) == "optimizer" else name
 
 
 def listed(names: Sequence[str]) -> str:
@@ -82,7 +113,7 @@ def other_part(keys: Iterable[str]) -> str:
     return OTHER_OPTIMIZER if {section(key) for key in keys} == {"optimizer"} else OTHER_MODEL
 
 
-def _way_out(missing: Iterable[str], saved: Iterable[str]) -> str:
+def _way_out(missing: Iterable[str], saved: Collection[str]) -> str:
     gone = {section(key) for key in missing} - {section(key) for key in saved}
     if gone == {"optimizer"}:
         return (
@@ -90,7 +121,3 @@ def _way_out(missing: Iterable[str], saved: Iterable[str]) -> str:
             'or checkpoint.exclude_from_loading = ["optimizer"]'
         )
     return other_part(missing)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -23,7 +23,7 @@ from minititan.checkpoint.manifest import COMMIT, TRAIN_STATE, File, Manifest
 from minititan.config import ConfigError
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
-_TEMPORARY = ".tmp-"
+_LEFT_BEHIND = re.compile(r"\.tmp-(removed-)?step-[0-9]+-[0-9a-f]{8}")
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -96,9 +96,9 @@ def begin(folder: Path, step: int) -> Path:
     """Makes the folder that a step is written to, after removing what torn saves have left."""
     folder.mkdir(parents=True, exist_ok=True)
     for entry in folder.iterdir():
-        if entry.name.startswith(_TEMPORARY) and entry.is_dir() and not entry.is_symlink():
+        if _LEFT_BEHIND.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
-    temporary = folder / f"{_TEMPORARY}step-{step}-{uuid.uuid4().hex[:8]}"
+    temporary = _temporary(folder, f"step-{step}")
     temporary.mkdir()
     faults.point("checkpoint.begin")
     return temporary
@@ -148,10 +148,14 @@ def retain(folder: Path, keep_latest_k: int, just_saved: int) -> None:
     surplus = others[: max(len(others) - (keep_latest_k - 1), 0)] if keep_latest_k > 0 else []
     for step in surplus:
         # Renamed first: a half-removed folder must not look like a checkpoint.
-        leaving = folder / f"{_TEMPORARY}removed-step-{step}-{uuid.uuid4().hex[:8]}"
+        leaving = _temporary(folder, f"removed-step-{step}")
         step_folder(folder, step).rename(leaving)
         faults.point("checkpoint.retain")
         shutil.rmtree(leaving)
+
+
+def _temporary(folder: Path, name: str) -> Path:
+    return folder / f".tmp-{name}-{uuid.uuid4().hex[:8]}"
 
 
 def _sync_folder(path: Path) -> None:

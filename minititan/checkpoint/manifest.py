@@ -91,7 +91,7 @@ def _read(folder: Path) -> Manifest | str:
     except OSError as error:
         if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
             return f"{path}: cannot be read ({error.strerror})"
-        old = " (format 1, of an earlier minititan, is not read)" * (folder / TRAIN_STATE).exists()
+        old = " (format 1, of an earlier minititan, is not read)" if _is_format_1(folder) else ""
         return f"{path}: missing{old}"
     content, seal = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
     if seal != _SEAL.format(hashlib.sha256(content).hexdigest()).encode():
@@ -105,6 +105,13 @@ def _read(folder: Path) -> Manifest | str:
         return Manifest.model_validate_json(content + b"\n}")
     except (ValueError, AttributeError, RecursionError) as error:
         return f"{path}: no manifest of a checkpoint ({_first_fault(error)})"
+
+
+def _is_format_1(folder: Path) -> bool:
+    try:
+        return json.loads((folder / TRAIN_STATE).read_bytes())["format_version"] == 1
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def _first_fault(error: Exception) -> str:

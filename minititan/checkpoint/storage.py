@@ -11,7 +11,7 @@ import hashlib
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -21,12 +21,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -34,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from minititan import faults
 from minititan.checkpoint.agreement import RanksFailedError, world_size
-from minititan.checkpoint.manifest import COMMIT, WAY_OUT, File, TensorInfo
+from minititan.checkpoint.manifest import COMMIT, WAY_OUT, File, Manifest, TensorInfo
 from minititan.config import ConfigError
 
 METADATA = ".metadata"
@@ -214,25 +209,25 @@ class _MetadataUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} is not a record of tensors")
 
 
-def read_metadata(path: Path) -> Metadata:
-    """What the checkpoint in this folder holds. Raises ConfigError when that cannot be told."""
+def read_metadata(path: Path, manifest: Manifest) -> Metadata:
+    """What lies where in the checkpoint in this folder. Raises ConfigError when it is not what the manifest
+    says, or cannot be told.
+    """
+    where = path / METADATA
     try:
-        with open(path / METADATA, "rb") as file:
+        with open(where, "rb") as file:
             metadata = _MetadataUnpickler(file).load()
+        files = {place.relative_path for place in metadata.storage_data.values()}
+        infos = _infos(metadata)
     except OSError as error:
-        raise ConfigError(f"{path / METADATA}: cannot be read ({error.strerror})") from error
+        raise ConfigError(f"{where}: cannot be read ({error.strerror})") from error
     except Exception as error:  # a damaged pickle raises almost anything
-        raise ConfigError(f"{path / METADATA}: damaged ({error}); {WAY_OUT}") from error
-    if not isinstance(metadata, Metadata) or metadata.storage_data is None:
-        raise ConfigError(f"{path / METADATA}: damaged (no list of tensors); {WAY_OUT}")
+        raise ConfigError(f"{where}: damaged ({error}); {WAY_OUT}") from error
+    if foreign := files - manifest.files.keys():
+        raise ConfigError(f"{where}: names {min(foreign)}, which is not in {COMMIT}; {WAY_OUT}")
+    if infos != manifest.tensors:
+        raise ConfigError(f"{where}: has other tensors than {COMMIT}; {WAY_OUT}")
     return metadata
-
-
-def check_files(path: Path, metadata: Metadata, files: Collection[str]) -> None:
-    """Raises ConfigError when the metadata points to a file that is not one of the checkpoint's."""
-    foreign = {place.relative_path for place in metadata.storage_data.values()} - set(files)
-    if foreign:
-        raise ConfigError(f"{path / METADATA}: names {min(foreign)}, which is not in {COMMIT}; {WAY_OUT}")
 
 
 def write_tensors(
@@ -240,23 +235,23 @@ def write_tensors(
 ) -> tuple[dict[str, TensorInfo], dict[str, File]]:
     """Writes the shards of all ranks into an existing folder; all ranks must call it.
 
-    With `read`, which gives values by key, `tensors` are meta tensors: one at a time is in memory. Returns
-    what the tensors of all ranks are, and the files that this rank wrote, by name. Raises RanksFailedError on
-    all ranks when it failed on one.
+    With `read`, which gives values by key, `tensors` are meta tensors: one at a time is in memory. Returns what the tensors of all ranks are, and the files that this rank wrote, by name. Raises
+    RanksFailedError on all ranks when it failed on one.
     """
     detached = {key: tensor.detach() for key, tensor in tensors.items()}
     writer = _Writer(path)
     with _dcp():
         metadata = save(detached, storage_writer=writer, planner=_SavePlanner(read))
-    infos = {key: tensor_info(entry) for key, entry in metadata.state_dict_metadata.items()}
-    return infos, writer.fs.written
+    return _infos(metadata), writer.fs.written
 
 
-def tensor_info(entry: Any) -> TensorInfo:
-    """Shape and dtype of an entry of the metadata."""
-    assert isinstance(entry, TensorStorageMetadata)  # the reader of metadata lets nothing else in
-    dtype = str(entry.properties.dtype).removeprefix("torch.")
-    return TensorInfo(shape=tuple(entry.size), dtype=dtype)
+def _infos(metadata: Metadata) -> dict[str, TensorInfo]:
+    infos = {}
+    for key, entry in metadata.state_dict_metadata.items():
+        assert isinstance(entry, TensorStorageMetadata)  # the reader of metadata lets nothing else in
+        dtype = str(entry.properties.dtype).removeprefix("torch.")
+        infos[key] = TensorInfo(shape=tuple(entry.size), dtype=dtype)
+    return infos
 
 
 def read_tensors(path: Path, metadata: Metadata, tensors: Mapping[str, Tensor], alone: bool = False) -> None:

@@ -10,7 +10,7 @@ from minititan.checkpoint import manifest
 from minititan.checkpoint.agreement import RanksFailedError
 from minititan.checkpoint.folder import check_checkpoint
 from minititan.checkpoint.manifest import WAY_OUT, Manifest
-from minititan.checkpoint.storage import check_files, read_metadata, read_tensors
+from minititan.checkpoint.storage import read_metadata, read_tensors
 from minititan.config import ConfigError
 
 
@@ -27,8 +27,7 @@ class StepTensors:
 
     def __init__(self, path: Path, saved: Manifest) -> None:
         self._path = path
-        self._metadata = read_metadata(path)
-        check_files(path, self._metadata, saved.files)
+        self._metadata = read_metadata(path, saved)
         self._last: tuple[str, Tensor] | None = None
 
     def read(self, key: str) -> Tensor:

@@ -38,7 +38,11 @@ class Checkpoint(Section):
     keep_latest_k: Natural = 10
     """Checkpoints that are kept; 0: all."""
     load_step: Annotated[int, Range(low=0, special=-1)] = -1
-    """Step to resume from; -1: the newest."""
+    """Step to resume from; -1: the newest that is whole. Left in a file it counts at every restart."""
+    verify: Literal["hashes", "sizes"] = "hashes"
+    """What is compared before a checkpoint is loaded: each file's SHA-256 (and size), or only its size."""
+    load_strict: bool = True
+    """Refuse a checkpoint whose tensors are not exactly those of the run; false: load those that match."""
     exclude_from_loading: Annotated[
         Strings, Choices(("model", "optimizer", "lr_scheduler", "dataloader", "train_state"))
     ] = ()

@@ -1,9 +1,8 @@
 """Checkpoints of one layout read on others, bitwise; and failures of one rank, seen by all."""
 
 import os
-import resource
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from minititan.checkpoint.checkpointer import Checkpointer
 from minititan.config import ConfigError
 from minititan.optimizer import build_optimizer, optimizer_tensors
+from tests.checkpoints import largest_file
 from tests.distributed.harness import run_ranks
 
 
@@ -247,17 +247,6 @@ def attempt(work: Callable[[], object]) -> str:
     return ""
 
 
-@contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    """The system refuses to write files beyond this size, as a full disk or a quota does."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def fail_on(rank: int, world: int, folder: Path) -> dict[str, Any]:
     """Saves and loads in which only one of the ranks meets a fault."""
     checkpointer = Checkpointer(folder, keep_latest_k=0, rank=rank)
@@ -279,6 +268,14 @@ def fail_on(rank: int, world: int, folder: Path) -> dict[str, Any]:
         checkpointer.save(2, tensors(2.0), {"a": object()} if rank == 0 else {})
     except RuntimeError as error:
         found["unserialisable"] = str(error)
+
+    # A plain tensor that all ranks have, but not with the same value.
+    found["at odds"] = ""
+    try:
+        checkpointer.save(2, tensors(2.0) | {"optimizer.w.step": torch.tensor(float(rank))}, {})
+    except RuntimeError as error:
+        found["at odds"] = str(error)
+    checkpointer.save(2, tensors(2.0) | {"optimizer.w.step": torch.tensor(7.0)}, {})
 
     # As pipeline stages do: each rank has some of the keys.
     own = {f"model.stage{rank}": torch.full((3,), float(rank))}
@@ -316,6 +313,7 @@ def test_a_fault_of_one_rank_is_one_error_on_all_and_costs_nothing(tmp_path):
         "left0",
         "left1",
         "unserialisable",
+        "at odds",
         "missing",
         "surplus",
         "damaged",
@@ -330,6 +328,7 @@ def test_a_fault_of_one_rank_is_one_error_on_all_and_costs_nothing(tmp_path):
         )
         assert first[f"left{failing}"] == ["step-1"]
     assert "object is not JSON serializable" in first["unserialisable"]
+    assert "optimizer.w.step has other values on rank 0 than on rank 1" in first["at odds"]
     assert first["missing"].startswith(f"{folder}/step-4: lacks model.more;")
     assert first["surplus"].startswith(f"{folder}/step-4: has more than this run: model.stage1;")
     damaged = f"{folder}/step-1/__1_0.distcp: damaged (its SHA-256 is not that of what was saved)"
@@ -338,4 +337,4 @@ def test_a_fault_of_one_rank_is_one_error_on_all_and_costs_nothing(tmp_path):
     for rank, result in enumerate(results):
         assert torch.equal(result["stage"], torch.full((3,), float(rank)))
         assert torch.equal(result["first"], torch.ones(4000))
-    assert sorted(os.listdir(folder)) == ["step-1", "step-4"]
+    assert sorted(os.listdir(folder)) == ["step-1", "step-2", "step-4"]

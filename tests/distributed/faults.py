@@ -1,0 +1,380 @@
+"""All that may befall a checkpoint, made to happen to two ranks: what they say, and what a restart does.
+
+Each fault of `SAVING` comes while step 3 is saved beside the steps 1 and 2 (the newest two are kept); each of
+`AT_REST` spoils the newest of the steps 1 to 3 while nothing runs.
+"""
+
+import os
+import pickle
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from minititan import faults
+from minititan.checkpoint.checkpointer import Checkpointer
+from minititan.config import ConfigError
+from tests.checkpoints import flip, largest_file, seal_again
+from tests.distributed.harness import RankError, run_ranks
+
+RANKS = 2
+NOBODY = 65534
+KILLED = "(killed)"
+OTHER_BYTES = "damaged (its SHA-256 is not that of what was saved)"
+SIZE = "N bytes, must be M"
+
+
+class Outcome(NamedTuple):
+    """What all ranks said, folders left out; the step that a restart takes, None: it stops."""
+
+    said: str
+    restart: int | None
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A fault during a save: `asked` of the injection points, or `around` it on rank `rank`."""
+
+    name: str
+    expected: Outcome
+    asked: str = ""
+    around: Callable[[Path], Any] = nullcontext
+    rank: int = 0
+    disk_kib: int = 0  # the folder is a disk of this size, and rank 1 has four times as much to write
+
+
+@dataclass(frozen=True)
+class AtRest:
+    """A fault of a checkpoint that lies there; `load_step` is asked for at the restart."""
+
+    name: str
+    spoil: Callable[[Path], object]
+    expected: Outcome
+    load_step: int | None = None
+
+
+@contextmanager
+def read_only(folder: Path) -> Iterator[None]:
+    """The folder turns read-only; root, for whom no folder is, gives up its rights."""
+    root = os.geteuid() == 0
+    folder.chmod(0o555)
+    if root:
+        os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+        folder.chmod(0o755)
+
+
+def _quota(folder: Path) -> Any:
+    return largest_file(4000)
+
+
+def _refused(cause: str, ranks: object = 1) -> Outcome:
+    way_out = "make room or set another job.dump_folder; the newest checkpoint is step 2"
+    where = 'checkpoint.folder = "...": step 3 could not be saved'
+    return Outcome(f"{where} (rank {ranks}: {cause}); {way_out}", 2)
+
+
+SAVING = (
+    Saving("SIGKILL as a save begins", Outcome(KILLED, 2), "checkpoint.begin@0=kill"),
+    Saving("SIGKILL to a rank that writes", Outcome(KILLED, 2), "checkpoint.write#3@1=kill"),
+    Saving("SIGKILL before COMMIT.json", Outcome(KILLED, 2), "checkpoint.before_commit@0=kill"),
+    Saving("SIGKILL before the folder has its name", Outcome(KILLED, 2), "checkpoint.before_rename@0=kill"),
+    Saving("SIGKILL after the folder has its name", Outcome(KILLED, 3), "checkpoint.after_rename@0=kill"),
+    Saving("SIGKILL while an old step is removed", Outcome(KILLED, 3), "checkpoint.retain@0=kill"),
+    # Rank 0 waits until rank 1 has filled the disk.
+    Saving(
+        "a full disk (of 256 KiB)",
+        _refused("No space left on device", "0, 1"),
+        "checkpoint.write#1@0=1",
+        disk_kib=256,
+    ),
+    Saving(
+        "a full disk, for one rank only", _refused("No space left on device"), "checkpoint.write#2@1=ENOSPC"
+    ),
+    Saving("a limit on one rank's files", _refused("File too large"), around=_quota, rank=1),
+    Saving("an I/O error in one writer", _refused("Input/output error"), "checkpoint.write#5@1=EIO"),
+    Saving(
+        "an I/O error before COMMIT.json", _refused("Input/output error", 0), "checkpoint.before_commit=EIO"
+    ),
+    Saving("the folder turns read-only", _refused("Permission denied", 0), around=read_only),
+)
+
+
+class Evil:
+    """A pickle that makes a folder when it is read."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def _shard(folder: Path, step: int = 3, rank: int = 0) -> Path:
+    return folder / f"step-{step}" / f"__{rank}_0.distcp"
+
+
+def _zero(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def _swap(one: Path, other: Path) -> None:
+    first, second = one.read_bytes(), other.read_bytes()
+    one.write_bytes(second)
+    other.write_bytes(first)
+
+
+def _evil(folder: Path) -> None:
+    (folder / "step-3" / ".metadata").write_bytes(pickle.dumps(Evil(folder / "evil")))
+
+
+def _sealed_evil(folder: Path) -> None:
+    _evil(folder)
+    seal_again(folder / "step-3")
+
+
+def _link(folder: Path) -> None:
+    (folder / "step-3").rename(folder / "elsewhere")
+    (folder / "step-3").symlink_to(folder / "elsewhere")
+
+
+def _all_of_them(folder: Path) -> None:
+    for step in (1, 2, 3):
+        flip(_shard(folder, step))
+
+
+def _taken(file: str, fault: str) -> Outcome:
+    return Outcome(f"step-3/{file}: {fault}; step 2 is used", 2)
+
+
+SHARD = "__0_0.distcp"
+NOT_ITS_OWN = "damaged (its content does not have the SHA-256 in its last line)"
+AT_REST = (
+    AtRest("a flipped bit", lambda f: flip(_shard(f)), _taken(SHARD, OTHER_BYTES)),
+    AtRest("a file cut short", lambda f: os.truncate(_shard(f), 5), _taken(SHARD, SIZE)),
+    AtRest("a file of zeros", lambda f: _zero(_shard(f)), _taken(SHARD, OTHER_BYTES)),
+    AtRest("a missing file", lambda f: _shard(f).unlink(), _taken(SHARD, "missing")),
+    AtRest("an empty file", lambda f: os.truncate(_shard(f), 0), _taken(SHARD, SIZE)),
+    AtRest(
+        "two ranks' files swapped",
+        lambda f: _swap(_shard(f), _shard(f, rank=1)),
+        Outcome("; ".join(f"step-3/__{rank}_0.distcp: {SIZE}; step 2 is used" for rank in (0, 1)), 2),
+    ),
+    AtRest(
+        "a file of another step",
+        lambda f: shutil.copy(_shard(f, step=2), _shard(f)),
+        _taken(SHARD, OTHER_BYTES),
+    ),
+    AtRest(
+        "no train_state.json",
+        lambda f: (f / "step-3" / "train_state.json").unlink(),
+        _taken("train_state.json", "missing"),
+    ),
+    AtRest(
+        "a COMMIT.json that is not JSON",
+        lambda f: (f / "step-3" / "COMMIT.json").write_text("not JSON"),
+        _taken("COMMIT.json", NOT_ITS_OWN),
+    ),
+    AtRest(
+        "no COMMIT.json",
+        lambda f: (f / "step-3" / "COMMIT.json").unlink(),
+        _taken("COMMIT.json", "missing"),
+    ),
+    AtRest(
+        "the COMMIT.json of another step",
+        lambda f: shutil.copy(f / "step-2" / "COMMIT.json", f / "step-3" / "COMMIT.json"),
+        _taken("COMMIT.json", "is of step 2"),
+    ),
+    AtRest("a .metadata that runs code", _evil, _taken(".metadata", SIZE)),
+    AtRest(
+        "the same, vouched for by a forged COMMIT.json",
+        _sealed_evil,
+        Outcome(
+            "step-3/.metadata: damaged (posix.mkdir is not a record of tensors); use another checkpoint", None
+        ),
+    ),
+    AtRest("a link in the place of a step", _link, Outcome("", 2)),
+    AtRest(
+        "an empty folder step-4",
+        lambda f: (f / "step-4").mkdir(),
+        Outcome("step-4/COMMIT.json: missing; step 3 is used", 3),
+    ),
+    AtRest(
+        "a flipped bit in every step",
+        _all_of_them,
+        Outcome(
+            "; ".join(
+                [f"step-{step}/{SHARD}: {OTHER_BYTES}" for step in (3, 2, 1)]
+                + ["...: none of its checkpoints is whole; remove them to start afresh"]
+            ),
+            None,
+        ),
+    ),
+    AtRest(
+        "a flipped bit in the step of `load_step`",
+        lambda f: flip(_shard(f)),
+        Outcome(f"step-3/{SHARD}: {OTHER_BYTES}; use another checkpoint", None),
+        load_step=3,
+    ),
+)
+
+
+# ---- What runs on the ranks
+
+
+def tensors(rank: int, world: int, value: float, more: int = 0) -> dict[str, Tensor]:
+    """A sharded parameter with its state, all of one value; on rank 1 `more` numbers."""
+    mesh = init_device_mesh("cpu", (world,))
+    sharded = {
+        key: distribute_tensor(torch.full((4000,), value), mesh, [Shard(0)])
+        for key in ("model.w", "optimizer.w.exp_avg")
+    }
+    own = {"model.more": torch.zeros(more)} if more and rank == 1 else {}
+    return {**sharded, "optimizer.w.step": torch.tensor(value), **own}
+
+
+def save_steps(rank: int, world: int, folder: Path, steps: Sequence[int]) -> None:
+    there = Checkpointer(folder, keep_latest_k=0, rank=rank)
+    for step in steps:
+        there.save(step, tensors(rank, world, float(step)), {"step": step})
+
+
+def save_under_faults(rank: int, world: int, cases: list[tuple[int, Path]]) -> list[str]:
+    """Saves step 3 under each fault (by its number); what was said."""
+    said = []
+    for number, folder in cases:
+        fault = SAVING[number]
+        there = Checkpointer(folder, keep_latest_k=2, rank=rank)
+        state = tensors(rank, world, 3.0, more=fault.disk_kib * 1024)
+        faults._passes.clear()
+        os.environ[faults.VARIABLE] = fault.asked
+        try:
+            with fault.around(folder) if rank == fault.rank else nullcontext():
+                there.save(3, state, {"step": 3})
+            said.append("")
+        except ConfigError as error:
+            said.append("; ".join(error.faults))
+        del os.environ[faults.VARIABLE]
+    return said
+
+
+def restart(rank: int, world: int, cases: list[tuple[Path, int | None]]) -> list[Outcome]:
+    """Goes on from each folder, as a run that has `load_step` does, and saves a step more."""
+    outcomes = []
+    for folder, load_step in cases:
+        lines: list[str] = []
+        there = Checkpointer(folder, keep_latest_k=0, rank=rank, say=lines.append)
+        try:
+            found = there.newest() if load_step is None else there.verified(load_step)
+            assert found is not None
+            step, target = found.manifest.step, tensors(rank, world, 0.0)
+            assert there.load(found, target) == {"step": step}
+            for tensor in target.values():
+                assert getattr(tensor, "to_local", lambda t=tensor: t)().unique().tolist() == [step]
+            there.save(9, target, {"step": 9})
+            outcomes.append(Outcome("; ".join(lines), step))
+        except ConfigError as error:
+            outcomes.append(Outcome("; ".join(error.faults), None))
+    return outcomes
+
+
+# ---- All of it
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@contextmanager
+def small_disk(folder: Path, kib: int) -> Iterator[None]:
+    """The folder is a disk of this size."""
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", str(folder)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def run_faults(root: Path) -> dict[str, Outcome]:
+    """The outcome of every fault, by name; fails where ranks are not at one or a whole step was touched.
+
+    `root` must be open to all users. Only root can make a small disk.
+    """
+    save = [fault for fault in SAVING if not fault.disk_kib or os.geteuid() == 0]
+    folders = {fault.name: root / str(number) for number, fault in enumerate((*save, *AT_REST))}
+    with ExitStack() as disks:
+        for fault in save:
+            if fault.disk_kib:
+                disks.enter_context(small_disk(folders[fault.name], fault.disk_kib))
+        run_ranks(save_steps, RANKS, root / "saved", (1, 2, 3))
+        before = {step: snapshot(root / "saved" / f"step-{step}") for step in (1, 2)}
+        load_steps = {fault.name: fault.load_step for fault in AT_REST}
+        for name, folder in folders.items():
+            ignore = (lambda *_: []) if name in load_steps else (lambda *_: ["step-3"])
+            shutil.copytree(root / "saved", folder, ignore=ignore, dirs_exist_ok=True)
+        said = _save_all(save, folders)
+        for fault in AT_REST:
+            fault.spoil(folders[fault.name])
+        cases = [(folder, load_steps.get(name)) for name, folder in folders.items()]
+        ranks = zip(*run_ranks(restart, RANKS, cases), strict=True)
+        return {
+            name: _checked(folder, said.get(name), outcomes, before)
+            for (name, folder), outcomes in zip(folders.items(), ranks, strict=True)
+        }
+
+
+def _save_all(save: list[Saving], folders: dict[str, Path]) -> dict[str, str]:
+    """What was said while step 3 was saved under each fault."""
+    said: dict[str, str] = {}
+    alive: list[Saving] = []
+    for fault in save:
+        if fault.expected.said != KILLED:
+            alive.append(fault)
+            continue
+        try:
+            run_ranks(save_under_faults, RANKS, [(SAVING.index(fault), folders[fault.name])])
+        except RankError as error:
+            said[fault.name] = KILLED if "died with exit code -9" in str(error) else str(error)
+    cases = [(SAVING.index(fault), folders[fault.name]) for fault in alive]
+    first, other = run_ranks(save_under_faults, RANKS, cases)
+    assert first == other
+    return said | dict(zip([fault.name for fault in alive], first, strict=True))
+
+
+def _checked(
+    folder: Path, said: str | None, outcomes: tuple[Outcome, ...], before: dict[int, dict[str, bytes]]
+) -> Outcome:
+    """The outcome, after checking that ranks are at one and that what was whole is as it was.
+
+    `said`: while saving, None for a fault at rest.
+    """
+    first, other = outcomes
+    assert first.restart == other.restart
+    if first.restart is None:
+        assert first.said == other.said
+    else:
+        assert not [name for name in os.listdir(folder) if name.startswith(".tmp-")]
+        # Once step 3 was saved, step 1 was on its way out.
+        for step in before if said is None or first.restart == 2 else (2,):
+            assert snapshot(folder / f"step-{step}") == before[step]
+    assert not (folder / "evil").exists()
+    if said is None:
+        said = first.said
+    else:
+        assert first.said == ""
+    text = said.replace(f"{folder}/", "").replace(str(folder), "...")
+    return Outcome(re.sub(r"\d+ bytes, must be \d+", SIZE, text), first.restart)
