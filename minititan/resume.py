@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from minititan.checkpoint.checkpointer import Checkpointer, Verified
@@ -17,6 +18,8 @@ from minititan.config import Config, ConfigError
 from minititan.data import DataState, TrainLoader
 from minititan.distributed import Distributed
 from minititan.guard import Guard
+from minititan.hugging_face.exports import STATE, kept_state
+from minititan.hugging_face.mesh import load_folder, save_folder
 from minititan.optimizer import GroupedOptimizer, optimizer_tensors
 from minititan.run import Run
 
@@ -44,6 +47,7 @@ class Checkpoints:
     ) -> None:
         self.run, self.section, self.say = run, run.config.checkpoint, say
         self.parameters, self.optimizer, self.loader, self.guard = parameters, optimizer, loader, guard
+        self.imported: dict[str, Any] | None = None  # the config.json that the weights came with
         self.checkpointer = Checkpointer(
             run.checkpoint_folder,
             keep_latest_k=self.section.keep_latest_k,
@@ -68,6 +72,23 @@ class Checkpoints:
         state = optimizer_tensors(self.optimizer, self.parameters)
         return model | {f"optimizer.{name}": tensor for name, tensor in state.items()}
 
+    def exported_tensors(self) -> dict[str, Tensor]:
+        """Return the weights in the type for a last save of weights only."""
+        dtype = getattr(torch, self.section.export_dtype)
+        return {name: tensor.to(dtype) for name, tensor in self.tensors(model_only=True).items()}
+
+    def kept_for_export(self, step: int) -> dict[str, Any]:
+        """Return what an export of the step will need besides its tensors."""
+        run = self.run
+        path = step_folder(run.checkpoint_folder, step)
+        return kept_state(self.imported, run.config.model.hf_assets_path, path, run.folder)
+
+    def export(self, step: int) -> None:
+        """Write a saved step in Hugging Face's form too."""
+        begin, path = time.perf_counter(), self.run.folder / "hugging_face" / f"step-{step}"
+        save_folder(step_folder(self.run.checkpoint_folder, step), path)
+        self.say(f"Wrote {path} in {time.perf_counter() - begin:.1f} s")
+
     def save(self, progress: Progress, *, last: bool) -> None:
         """Save the run as it stands; `last`: at its end."""
         run, step = self.run, progress.steps_done
@@ -76,17 +97,20 @@ class Checkpoints:
             "guard": self.guard.state(),
             "dataloader": dataclasses.asdict(self.loader.state()),
             **settings_of(run.config),
+            STATE: self.kept_for_export(step),
         }
         model = run.config.model
         begin = time.perf_counter()
         self.checkpointer.save(
             step,
-            self.tensors(model_only=last and self.section.last_save_model_only),
+            self.exported_tensors() if last and self.section.last_save_model_only else self.tensors(),
             state,
             model={"name": model.name, "flavor": model.flavor, "args": dataclasses.asdict(run.args)},
             layout=dataclasses.asdict(run.layout),
         )
         self.say(f"Saved step {step} in {time.perf_counter() - begin:.1f} s")
+        if last and self.section.last_save_in_hf:
+            self.export(step)
 
     def load(self) -> Progress:
         """Resume from the run's own folder, or start from `checkpoint.initial_load_path`, if there is one."""
@@ -100,10 +124,16 @@ class Checkpoints:
             return Progress()
         own = checkpointer.newest() if section.load_step < 0 else checkpointer.verified(section.load_step)
         if own is not None:
-            progress = self.load_from(own, model_only=False)
+            imported = own.manifest.step == 0  # weights, of which the run begins
+            progress = self.load_from(own, model_only=imported)
             if not section.load_only:
                 for name in checkpointer.set_newer_aside(progress.steps_done):
                     self.say(f"A newer checkpoint was moved aside: {checkpointer.folder / name}")
+            if imported:
+                self.say(
+                    f"Started from the imported weights in {own.path}, with a fresh optimizer, at step 0"
+                )
+                return progress
             done, step = progress.steps_done, own.manifest.step
             anew = "" if done == step else f"; steps are counted from {done}"
             ranks = own.manifest.layout["world_size"]
@@ -111,12 +141,24 @@ class Checkpoints:
             return progress
         if not section.initial_load_path:
             return Progress()
+        if section.initial_load_in_hf:
+            return self.load_hugging_face(Path(section.initial_load_path).expanduser())
         initial = checkpointer.verified(Path(section.initial_load_path).expanduser())
         if not section.initial_load_model_only:
             self.check_whole(initial)
         progress = self.load_from(initial, section.initial_load_model_only)
         self.say(f"Started from {section.initial_load_path}, at step {progress.steps_done}")
         return progress
+
+    def load_hugging_face(self, path: Path) -> Progress:
+        """Take the weights from a folder in Hugging Face's form."""
+        spec, args = self.run.spec, self.run.args
+        assert spec.hugging_face is not None, "checked at the start of the run"
+        with torch.device("meta"):
+            model = spec.build(args)
+        self.imported = load_folder(path, spec.hugging_face, model, self.parameters, args, self.say)
+        self.say(f"Started from {path}, at step 0")
+        return Progress()
 
     def check_whole(self, source: Verified) -> None:
         """Raise ConfigError when what is to give all of a run's state holds nothing but a model."""
@@ -129,7 +171,8 @@ class Checkpoints:
         """Take over the state of a checkpoint, or only its weights."""
         section, exclude = self.section, self.section.exclude_from_loading
         tensors = self.tensors(model_only=model_only)
-        state = self.checkpointer.load(source, tensors, exclude, strict=section.load_strict)
+        state = self.checkpointer.load(source, tensors, exclude, strict=section.load_strict, cast=model_only)
+        self.imported = state.get(STATE, {}).get("config")
         self.note_changes(source, state)
         if model_only:
             return Progress()

@@ -175,8 +175,8 @@ class Checkpointer:
 
         Returns the saved `train_state` without the top-level keys in `exclude`. Sections that `tensors` has
         no key of are not loaded; those it has must match key by key, with shapes and (without `cast`) dtypes,
-        or ConfigError names the differences before anything is overwritten. Without `strict` those that match are loaded,
-        and a line says of each kind of difference what was skipped.
+        or ConfigError names the differences before anything is overwritten. Without `strict` those that
+        match are loaded, and a line says of each kind of difference what was skipped.
         """
         contents.check_exclude(exclude)
         checkpoint = source if isinstance(source, Verified) else self.verified(source)

@@ -235,8 +235,9 @@ def write_tensors(
 ) -> tuple[dict[str, TensorInfo], dict[str, File]]:
     """Writes the shards of all ranks into an existing folder; all ranks must call it.
 
-    With `read`, which gives values by key, `tensors` are meta tensors: one at a time is in memory. Returns what the tensors of all ranks are, and the files that this rank wrote, by name. Raises
-    RanksFailedError on all ranks when it failed on one.
+    With `read`, which gives values by key, `tensors` are meta tensors: one at a time is in memory. Returns
+    what the tensors of all ranks are, and the files that this rank wrote, by name. Raises RanksFailedError on
+    all ranks when it failed on one.
     """
     detached = {key: tensor.detach() for key, tensor in tensors.items()}
     writer = _Writer(path)

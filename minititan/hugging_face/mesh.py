@@ -66,7 +66,7 @@ def load_folder(
     return config
 
 
-def save_folder(step: Path, path: Path, assets: Path | None) -> None:
+def save_folder(step: Path, path: Path) -> None:
     """Write a checkpoint of this run as a folder in Hugging Face's form; every rank must call it.
 
     What is at `path`, a folder named `step-N`, is moved aside.
@@ -75,7 +75,7 @@ def save_folder(step: Path, path: Path, assets: Path | None) -> None:
     def begin() -> tuple[exports.Export, Path]:
         if path.is_dir() and any(path.iterdir()):
             move_aside(path.parent, int(path.name.removeprefix("step-")))
-        return exports.planned(step, assets), target.begin(path)
+        return exports.planned(step, exports.kept_assets(step)), target.begin(path)
 
     def finish() -> None:
         exports.write_rest(export, temporary)
