@@ -103,6 +103,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("Interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     except SystemExit as ended:  # of argparse, after its help
         return int(ended.code or 0)
     except BrokenPipeError:

@@ -3,9 +3,13 @@
 It only has the names and shapes of such a model; the experts are added up without a router.
 """
 
+import itertools
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from minititan.models.hugging_face import Field, HuggingFaceForm
@@ -72,3 +76,18 @@ FORM = HuggingFaceForm(
 )
 
 register("numbered", ModelSpec(flavors={"small": Args()}, build=Model, init_=init_, hugging_face=FORM))
+
+
+def numbered(folder: Path) -> dict[str, Tensor]:
+    """A folder of the family with 12 experts a layer, each tensor full of its own number."""
+    tensors = {"model.embed_tokens.weight": (264, 8), "lm_head.weight": (264, 8), "model.norm.weight": (8,)}
+    for layer, expert in itertools.product(range(2), range(12)):
+        name = f"model.layers.{layer}.block_sparse_moe.experts.{expert}"
+        tensors |= {f"{name}.w3.weight": (6, 8), f"{name}.w2.weight": (8, 6)}
+    found = {name: torch.full(shape, float(i)) for i, (name, shape) in enumerate(tensors.items())}
+    folder.mkdir()
+    save_file(found, folder / "model.safetensors")
+    config = {"model_type": "numbered", "hidden_size": 8, "num_hidden_layers": 2, "num_local_experts": 12}
+    config |= {"moe_intermediate_size": 6, "vocab_size": 264, "router_jitter_noise": 0.5}
+    (folder / "config.json").write_text(json.dumps(config))
+    return found

@@ -3,7 +3,6 @@
 What is wrong with a folder is in test_hugging_face_faults.py.
 """
 
-import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,11 +12,12 @@ import pytest
 import tokenizers
 import tomli
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from minititan import registry
 from minititan.__main__ import main
 from tests import expert_family
+from tests.expert_family import numbered
 from tests.toy_llama import SCALING, VOCABULARY, read, same_bits, save, toy
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -230,21 +230,6 @@ def our_logits(words: list[str], tokens: torch.Tensor) -> torch.Tensor:
 
 
 OWN_FAMILY = ("--experimental.custom_import", "tests.expert_family")
-
-
-def numbered(folder: Path) -> dict[str, torch.Tensor]:
-    """A folder of the family with 12 experts a layer, each tensor full of its own number."""
-    tensors = {"model.embed_tokens.weight": (264, 8), "lm_head.weight": (264, 8), "model.norm.weight": (8,)}
-    for layer, expert in itertools.product(range(2), range(12)):
-        name = f"model.layers.{layer}.block_sparse_moe.experts.{expert}"
-        tensors |= {f"{name}.w3.weight": (6, 8), f"{name}.w2.weight": (8, 6)}
-    found = {name: torch.full(shape, float(i)) for i, (name, shape) in enumerate(tensors.items())}
-    folder.mkdir()
-    save_file(found, folder / "model.safetensors")
-    config = {"model_type": "numbered", "hidden_size": 8, "num_hidden_layers": 2, "num_local_experts": 12}
-    config |= {"moe_intermediate_size": 6, "vocab_size": 264, "router_jitter_noise": 0.5}
-    (folder / "config.json").write_text(json.dumps(config))
-    return found
 
 
 def test_experts_are_stacked_in_numeric_order(tmp_path: Path) -> None:

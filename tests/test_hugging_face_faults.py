@@ -156,7 +156,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         config(hidden_size="gone", vocab_size=None),
         "config.json: lacks hidden_size, vocab_size; fetch it again",
     ),
-    "size of a wrong type": (config(hidden_size="48"), "model.args.hidden_size"),
+    "size of a wrong type": (
+        config(hidden_size="48"),
+        'config.json: model.args.hidden_size = "48": must be a valid integer',
+    ),
     "impossible sizes": (config(num_key_value_heads=4), "must be a multiple of num_key_value_heads (4)"),
     "other size": (
         config(intermediate_size=96),

@@ -75,7 +75,7 @@ def import_model(source: Path, words: Sequence[str], say: Callable[[str], None])
     table = _DEFAULTS | table | own | {"job.description": description}
     with new_folder(run) as temporary:
         config = _loaded(table, temporary / RUN_TOML, words)
-        spec, args = _model_of(config, assets)
+        spec, args = _model_of(config, assets, source / CONFIG, say)
         longest = getattr(args, "max_position_embeddings", config.training.seq_len)
         if config.where("training.seq_len") != WHERE and config.training.seq_len > longest:
             config = _loaded(table | {"training.seq_len": longest}, temporary / RUN_TOML, words)
@@ -170,10 +170,19 @@ def _toml(config: Config, own: Table) -> str:
     return tomli_w.dumps(_nested({key: config.value(key) for key in keys} | own))
 
 
-def _model_of(config: Config, assets: Path | None) -> tuple[registry.ModelSpec, Any]:
-    tokenizer = build_tokenizer(str(assets or ""), config.fault)
-    model = config.model
-    return registry.resolve(model.name, model.flavor, model.args, tokenizer.vocab_size, config.fault)
+def _model_of(
+    config: Config, assets: Path | None, described: Path, say: Callable[[str], None]
+) -> tuple[registry.ModelSpec, Any]:
+    def fault(key: str, rule: str, way_out: str) -> str:
+        where = str(described) if config.where(key) == RUN_TOML else config.where(key)
+        return fault_line(where, key, config.value(key), rule, way_out)
+
+    tokenizer, model = build_tokenizer(str(assets or ""), fault), config.model
+    spec, args = registry.resolve(model.name, model.flavor, model.args, tokenizer.vocab_size, fault)
+    ids = tokenizer.vocab_size
+    if assets is not None and ids > (vocabulary := getattr(args, "vocab_size", ids)):
+        say(f"{assets}: has {ids} ids, more than the model's {vocabulary}: the run cannot use it as it is")
+    return spec, args
 
 
 def _write_step(

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from tests.distributed.harness import RankError, run_ranks
 from tests.distributed.layouts import LAYOUTS
 from tests.distributed.runs import Piece, piece
+from tests.expert_family import numbered
 from tests.toy_llama import SCALING, read, same_bits, save, toy
 
 BASE = {
@@ -190,3 +191,52 @@ def test_a_bad_folder_is_one_error_before_anything_starts(
     with pytest.raises(RankError, match=r"nowhere: no such file or folder"):
         run_ranks(train_in_rank, 2, words)
     assert not (tmp_path / "out").exists()
+
+
+def test_an_imported_run_starts_the_same_on_any_layout(tmp_path: Path, token_cache: Path) -> None:
+    """In another type than that of the files, from the step that `minititan import` writes."""
+    from minititan.__main__ import main
+
+    model = toy(torch.bfloat16, **FIELDS)
+    source = save(model, tmp_path / "source")
+    assert main(["import", str(source), "--job.dump_folder", str(tmp_path / "run")]) == 0
+    keys = {k: v for k, v in BASE.items() if not k.startswith("checkpoint.")} | {
+        "data.cache_folder": str(token_cache)
+    }
+    for layout in ("dp2-tp2", "one"):
+        degrees = LAYOUTS[layout].overrides() | {
+            "training.local_batch_size": "2",
+            "checkpoint.load_step": "0",
+        }
+        words = [f"--{key}={value}" for key, value in (keys | degrees).items()]
+        words.append(f"--job.config_file={tmp_path}/run/run.toml")
+        results = run_ranks(train_in_rank, LAYOUTS[layout].ranks, words)
+        assert same_bits(whole(results), dict(model.float().state_dict()))
+        assert "Started from the imported weights in" in results[0]["said"]
+    saved = sorted(path.name for path in (tmp_path / "run" / "checkpoint").iterdir())
+    assert saved == ["abandoned-step-1-0", "step-0", "step-1"]
+
+
+def test_shards_of_stacked_experts_are_read_from_the_files_of_those_experts(
+    tmp_path: Path, token_cache: Path
+) -> None:
+    source = tmp_path / "source"
+    found = numbered(source)
+    words = [f"--{key}={value}" for key, value in (BASE | LAYOUTS["dp2"].overrides()).items()]
+    words += ["--training.local_batch_size=2", f"--data.cache_folder={token_cache}"]
+    words += [
+        "--model.name=numbered",
+        "--model.flavor=small",
+        "--experimental.custom_import=tests.expert_family",
+    ]
+    words += [f"--checkpoint.initial_load_path={source}", f"--job.dump_folder={tmp_path}/out"]
+    (tmp_path / "run.toml").touch()
+    words.append(f"--job.config_file={tmp_path}/run.toml")
+    results = run_ranks(train_in_rank, 2, words)
+    loaded = whole(results)
+    assert results[0]["pieces"]["layers.1.up"].values.shape == (6, 6, 8)
+    for expert in range(12):
+        name = f"model.layers.1.block_sparse_moe.experts.{expert}.w3.weight"
+        assert torch.equal(loaded["model.layers.1.up"][expert], found[name])
+    out = load_file(tmp_path / "out" / "hugging_face" / "step-1" / "model.safetensors")
+    assert out.keys() == found.keys()
