@@ -15,13 +15,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train test parity check format clean
+.PHONY: help train test test-all parity faults check format clean
 .NOTPARALLEL:
 
 help:
 	@echo "make train   set up $(VENV), then train $(CONFIG) (ARGS=\"--training.steps 4\", NPROC=4, CONFIG=x.toml)"
 	@echo "make test    set up $(VENV), then run the tests (TESTS=\"tests/test_metrics.py -x\")"
+	@echo "make test-all  the same, with those that take minutes"
 	@echo "make parity  run the whole layout matrix against one process, write docs/parity.md (ROWS=\"tp4 offload\")"
+	@echo "make faults  make every fault of a checkpoint happen, write the tables of docs/checkpoints.md"
 	@echo "make check   formatting, lint and types"
 	@echo "make format  rewrite the files as make check wants them"
 	@echo "make clean   remove $(VENV), outputs and caches"
@@ -39,9 +41,17 @@ test: $(VENV)/.installed-dev
 	@echo "Running the tests"
 	$(BIN)/python -m pytest $(TESTS)
 
+test-all: $(VENV)/.installed-dev
+	@echo "Running all tests, the long ones too"
+	$(BIN)/python -m pytest -m "slow or not slow" $(TESTS)
+
 parity: $(VENV)/.installed-dev
 	@echo "Running the layout matrix$(if $(ROWS),: rows with $(ROWS) in their names,) (all of it: half an hour on 2 cores)"
 	$(BIN)/python -m tests.distributed.parity $(ROWS)
+
+faults: $(VENV)/.installed-dev
+	@echo "Spoiling checkpoints, killing saves, loading every layout on every other (minutes)"
+	$(BIN)/python -m tests.distributed.checkpoint_tables
 
 check: $(VENV)/.installed-dev
 	@echo "Checking formatting, lint and types"

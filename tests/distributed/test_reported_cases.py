@@ -109,7 +109,7 @@ def test_a_changed_rate_and_length_count_on_resume(tmp_path: Path, token_cache: 
         assert record["lr"] == lr * lr_at(step - 1, total_steps=total, warmup_steps=2)
     saved = tmp_path / "out" / "checkpoint" / "step-6"
     assert manifest.read(saved).step == 6
-    assert json.loads((saved / "train_state.json").read_text())["lr_scheduler"]["lr"] == 5e-4
+    assert json.loads((saved / "train_state.json").read_text())["optimizer"]["lr"] == 5e-4
 
 
 def test_data_that_ends_before_the_run_begins_anew(tmp_path: Path, token_cache: Path) -> None:
