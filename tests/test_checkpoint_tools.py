@@ -269,3 +269,45 @@ def test_a_table_fits_a_terminal(run):
     assert "optimizer.a.exp_avg" in done.stdout and json.dumps([5, 4]) in done.stdout
     plain = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout)
     assert max(map(len, plain.splitlines())) <= 60
+
+
+# prune
+
+
+def test_prune_lists_and_removes_only_when_told_to(run, capsys):
+    folder = run / "checkpoint"
+    (folder / "step-7").mkdir()  # never committed
+    (folder / "notes.txt").write_text("mine")
+    code, out, _ = tool(capsys, "prune", run, "--keep_latest_k", 1)
+    rows = {line.split()[0]: line.split()[-1] for line in out.splitlines() if line.startswith("step-")}
+    assert (code, rows) == (0, {"step-9": "goes", "step-10": "goes", "step-100": "stays"})
+    assert "2 of 3 would go" in out and "--yes removes them" in out
+    everything = ["notes.txt", "step-10", "step-100", "step-7", "step-9"]
+    assert sorted(os.listdir(folder)) == everything
+    assert (
+        "1 of 3 removed"
+        in tool(capsys, "prune", folder, "--keep_latest_k", 1, "--keep_every_n_steps", 9, "--yes")[1]
+    )
+    assert sorted(os.listdir(folder)) == [name for name in everything if name != "step-10"]
+
+
+def test_prune_keeps_the_best(run, capsys):
+    there = Checkpointer(run / "checkpoint", keep_latest_k=0, rank=0)
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0)):
+        there.save(step, tensors(1.0), {"train_state": {"validation_loss": loss}})
+    out = tool(capsys, "prune", run, "--keep_latest_k", 1, "--keep_best_k", 2, "--yes")[1]
+    assert "1.0000" in out and there.steps() == [2, 3, 100]
+
+
+def test_prune_refuses_what_would_remove_all(run, capsys):
+    for words in (["--keep_latest_k", 0], ["--keep_latest_k", 1, "--keep_best_k", -1]):
+        assert "must be at least" in tool(capsys, "prune", run, *words, "--yes")[2]
+    assert "--keep_latest_k" in tool(capsys, "prune", run)[2]
+    newest = run / "checkpoint" / "step-100" / "__0_0.distcp"
+    flip(newest)
+    code, _, err = tool(capsys, "prune", run, "--keep_latest_k", 1, "--yes")
+    assert code == 2 and err.startswith(f"{newest}: damaged") and err.endswith("; nothing was removed\n")
+    for step in (9, 10, 100):
+        (run / "checkpoint" / f"step-{step}" / "COMMIT.json").write_text("{}")
+    assert "none of its checkpoints is valid" in tool(capsys, "prune", run, "--keep_latest_k", 1, "--yes")[2]
+    assert len(os.listdir(run / "checkpoint")) == 3

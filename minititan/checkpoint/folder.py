@@ -147,11 +147,29 @@ def retain(folder: Path, keep_latest_k: int, just_saved: int) -> None:
     others = [step for step in committed_steps(folder) if step != just_saved]
     surplus = others[: max(len(others) - (keep_latest_k - 1), 0)] if keep_latest_k > 0 else []
     for step in surplus:
-        # Renamed first: a half-removed folder must not look like a checkpoint.
-        leaving = _temporary(folder, f"removed-step-{step}")
-        step_folder(folder, step).rename(leaving)
-        faults.point("checkpoint.retain")
-        shutil.rmtree(leaving)
+        remove_step(folder, step)
+
+
+def remove_step(folder: Path, step: int) -> None:
+    """Removes a checkpoint; renamed first: a half-removed folder must not look like one."""
+    leaving = _temporary(folder, f"removed-step-{step}")
+    step_folder(folder, step).rename(leaving)
+    faults.point("checkpoint.retain")
+    shutil.rmtree(leaving)
+
+
+def validation_losses(folder: Path) -> dict[int, float | None]:
+    """The validation loss of each checkpoint, None where the run did not validate at that step."""
+    return {step: _validation_loss(step_folder(folder, step)) for step in committed_steps(folder)}
+
+
+def _validation_loss(path: Path) -> float | None:
+    """What the run saved as `train_state.validation_loss`; None where it has not."""
+    try:
+        loss = json.loads((path / TRAIN_STATE).read_text(encoding="utf-8"))["train_state"]["validation_loss"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return loss if isinstance(loss, (int, float)) else None
 
 
 def _temporary(folder: Path, name: str) -> Path:

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from minititan.checkpoint import manifest
-from minititan.checkpoint.folder import step_folder, step_folders
+from minititan.checkpoint.folder import remove_step, step_folder, step_folders, validation_losses
 from minititan.checkpoint.manifest import COMMIT, TRAIN_STATE, Manifest
+from minititan.checkpoint.retention import Keep, steps_to_remove
 from minititan.commands import Parser, parser_of
 from minititan.commands.tables import age_text, print_table, size_text
 from minititan.config import ConfigError
@@ -24,7 +25,7 @@ def checkpoint_command(argv: Sequence[str]) -> int:
     """Runs one of the tools; returns the exit code."""
     parser = parser_of("minititan checkpoint", HELP)
     tools = parser.add_subparsers(dest="tool", metavar="TOOL", required=True, parser_class=Parser)
-    for add in (_add_ls, _add_show, _add_verify, _add_diff, _add_convert):
+    for add in (_add_ls, _add_show, _add_verify, _add_diff, _add_prune, _add_convert):
         add(tools)
     given = parser.parse_args(argv or ["--help"])
     return given.run(given)
@@ -74,7 +75,7 @@ def ls(given: Any) -> int:
 
 
 def _row(step: Path) -> tuple[str, ...]:
-    size = sum(file.stat().st_size for file in step.iterdir() if file.is_file())
+    size = _size(step)
     age = age_text(time.time() - max((file.stat().st_mtime for file in step.iterdir()), default=time.time()))
     faults = manifest.verify(step, hashes=False)
     if faults:
@@ -195,6 +196,55 @@ def _diff(given: Any) -> int:
     from minititan.commands.checkpoint_tensors import diff
 
     return diff(step_at(given.first.expanduser()), step_at(given.second.expanduser()), given.keys)
+
+
+def _add_prune(tools: Any) -> None:
+    more = "Keeps what any rule wants, as a run does. Removes only with --yes, after verifying the newest."
+    parser = _add(tools, "prune", prune, "remove checkpoints but the newest, every n-th, the best", more)
+    parser.add_argument("path", metavar="PATH", type=Path)
+    parser.add_argument(
+        "--keep_latest_k", type=int, required=True, metavar="K", help="the newest K; at least 1"
+    )
+    parser.add_argument("--keep_every_n_steps", type=int, default=0, metavar="N", help="steps that N divides")
+    parser.add_argument(
+        "--keep_best_k", type=int, default=0, metavar="K", help="the K of lowest validation loss"
+    )
+    parser.add_argument("--yes", action="store_true", help="remove them")
+
+
+def prune(given: Any) -> int:
+    for name, least in (("keep_latest_k", 1), ("keep_every_n_steps", 0), ("keep_best_k", 0)):
+        if getattr(given, name) < least:
+            raise ConfigError(f"command line: --{name} {getattr(given, name)}: must be at least {least}")
+    folder = steps_at(given.path.expanduser())[-1].parent
+    losses = validation_losses(folder)
+    if not losses:
+        raise ConfigError(
+            f"{folder}: none of its checkpoints is valid; minititan checkpoint verify tells more"
+        )
+    keep = Keep(given.keep_latest_k, given.keep_every_n_steps, given.keep_best_k)
+    surplus = steps_to_remove(keep, losses, max(losses))
+    rows = []
+    for step in losses:
+        loss, path = losses[step], step_folder(folder, step)
+        goes = "goes" if step in surplus else "stays"
+        rows.append((path.name, size_text(_size(path)), "" if loss is None else f"{loss:.4f}", goes))
+    print_table(("step", "size", "validation loss", ""), rows, right=("size", "validation loss"))
+    freed = size_text(sum(_size(step_folder(folder, step)) for step in surplus))
+    if given.yes:
+        if faults := manifest.verify(step_folder(folder, max(losses))):
+            raise ConfigError(*(f"{fault}; nothing was removed" for fault in faults))
+        for step in surplus:
+            remove_step(folder, step)
+    print(
+        f"\n{len(surplus)} of {len(losses)} "
+        + (f"removed: {freed}" if given.yes else f"would go: {freed}; --yes removes them")
+    )
+    return 0
+
+
+def _size(step: Path) -> int:
+    return sum(file.stat().st_size for file in step.iterdir() if file.is_file())
 
 
 def _add_convert(tools: Any) -> None:
