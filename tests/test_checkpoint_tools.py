@@ -80,6 +80,15 @@ def test_help_of_each_tool(capsys):
         assert tool(capsys, name, "--help")[1].startswith(f"usage: minititan checkpoint {name}")
 
 
+def test_what_the_system_refuses_is_one_line(run, capsys, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    code, _, err = tool(capsys, "ls", run)
+    assert (code, err) == (2, f"{run}/checkpoint/step-9: Permission denied; give this user access\n")
+
+
 DAMAGE = {
     "flipped bit": lambda step: flip(step / "__0_0.distcp"),
     "flipped bit in the state": lambda step: flip(step / "train_state.json"),

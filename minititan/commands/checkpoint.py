@@ -28,7 +28,12 @@ def checkpoint_command(argv: Sequence[str]) -> int:
     for add in (_add_ls, _add_show, _add_verify, _add_diff, _add_prune, _add_convert):
         add(tools)
     given = parser.parse_args(argv or ["--help"])
-    return given.run(given)
+    try:
+        return given.run(given)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}; give this user access") from None
 
 
 def steps_at(path: Path) -> list[Path]:

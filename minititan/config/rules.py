@@ -269,6 +269,9 @@ def _hugging_face_faults(config: Config) -> Iterator[str]:
         if not section.initial_load_model_only:
             rule = "files in Hugging Face's form hold weights only"
             yield config.fault("checkpoint.initial_load_model_only", rule, "set it to true")
+        if "model" in section.exclude_from_loading:
+            rule = "leaves out all that checkpoint.initial_load_in_hf loads"
+            yield config.fault("checkpoint.exclude_from_loading", rule, 'take "model" out')
     if section.enable and section.last_save_in_hf and not section.last_save_model_only:
         rule = "needs checkpoint.last_save_model_only = true"
         way_out = "set it, or keep the whole step and run minititan export"
