@@ -220,6 +220,9 @@ def test_convert(run, capsys, tmp_path):
     assert all(
         torch.equal(found[key], value) and found[key].dtype == value.dtype for key, value in expected.items()
     )
+    content = (tmp_path / "all.safetensors").read_bytes()
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    assert all(header[key]["data_offsets"][0] % value.itemsize == 0 for key, value in expected.items())
     assert tool(capsys, "convert", step, tmp_path / "model.safetensors", "--keys", "model.*")[0] == 0
     assert set(load_file(tmp_path / "model.safetensors")) == {"model.a", "model.b"}
 

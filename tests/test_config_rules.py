@@ -296,8 +296,8 @@ def test_files_of_hugging_face_hold_weights_only(tmp_path: Path) -> None:
     )
     words = ("checkpoint.initial_load_path=x", "checkpoint.exclude_from_loading=model")
     assert faults(tmp_path, "checkpoint.enable", "checkpoint.initial_load_in_hf", *words) == (
-        'checkpoint.exclude_from_loading = ["model"]: leaves out all that checkpoint.initial_load_in_hf loads; '
-        'take "model" out',
+        'checkpoint.exclude_from_loading = ["model"]: leaves out all that '
+        'checkpoint.initial_load_in_hf loads; take "model" out',
     )
     assert faults(tmp_path, "checkpoint.enable", "checkpoint.last_save_in_hf") == (
         "checkpoint.last_save_in_hf = true: needs checkpoint.last_save_model_only = true; "
