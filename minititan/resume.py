@@ -21,7 +21,7 @@ from minititan.guard import Guard
 from minititan.hugging_face.exports import STATE, kept_state
 from minititan.hugging_face.mesh import load_folder, save_folder
 from minititan.optimizer import GroupedOptimizer, optimizer_tensors
-from minititan.run import Run
+from minititan.run import Run, initial_load_path
 
 
 @dataclass(frozen=True)
@@ -139,11 +139,12 @@ class Checkpoints:
             ranks = own.manifest.layout["world_size"]
             self.say(f"Resumed from step {step}, saved by {ranks} processes{anew}")
             return progress
-        if not section.initial_load_path:
+        path = initial_load_path(self.run.config)
+        if path is None:
             return Progress()
         if section.initial_load_in_hf:
-            return self.load_hugging_face(Path(section.initial_load_path).expanduser())
-        initial = checkpointer.verified(Path(section.initial_load_path).expanduser())
+            return self.load_hugging_face(path)
+        initial = checkpointer.verified(path)
         if not section.initial_load_model_only:
             self.check_whole(initial)
         progress = self.load_from(initial, section.initial_load_model_only)

@@ -47,6 +47,15 @@ def checkpoint_folder_of(config: Config) -> Path:
     return folder_of(config) / config.checkpoint.folder
 
 
+def initial_load_path(config: Config) -> Path | None:
+    """Return what a run without a checkpoint of its own starts from."""
+    section = config.checkpoint
+    path = section.initial_load_path
+    if path is None and section.initial_load_in_hf:
+        path = config.model.hf_assets_path
+    return Path(path).expanduser() if path else None
+
+
 def check_model(config: Config, spec: registry.ModelSpec, args: Any) -> nn.Module:
     """Return the model on the meta device; raise ConfigError where it does not keep the registry's contract,
     or its plan misses a part.
@@ -109,13 +118,11 @@ def check_folders(config: Config, spec: registry.ModelSpec, model: nn.Module) ->
         check_writable("checkpoint.folder", folder, with_moments)
     if section.enable and section.load_step >= 0:
         check_step(folder, section.load_step)
-    elif section.enable and section.initial_load_path and not committed_steps(folder):
-        path = Path(section.initial_load_path).expanduser()
-        if section.initial_load_in_hf:
-            if spec.hugging_face is not None:
-                check_folder(path, spec.hugging_face, model)
-            return
-        check_checkpoint(path, f"checkpoint.initial_load_path = {json.dumps(section.initial_load_path)}")
+    elif section.enable and (path := initial_load_path(config)) and not committed_steps(folder):
+        if not section.initial_load_in_hf:
+            check_checkpoint(path, f"checkpoint.initial_load_path = {json.dumps(section.initial_load_path)}")
+        elif spec.hugging_face is not None:
+            check_folder(path, spec.hugging_face, model)
 
 
 def check_hugging_face(config: Config, spec: registry.ModelSpec) -> None:

@@ -286,8 +286,8 @@ def test_switches_and_refusals_name_real_keys() -> None:
 
 def test_files_of_hugging_face_hold_weights_only(tmp_path: Path) -> None:
     assert faults(tmp_path, "checkpoint.enable", "checkpoint.initial_load_in_hf") == (
-        "checkpoint.initial_load_in_hf = true: needs checkpoint.initial_load_path; "
-        "name the folder, or set it to false",
+        "checkpoint.initial_load_in_hf = true: needs checkpoint.initial_load_path, or "
+        "model.hf_assets_path with weights; name the folder, or set it to false",
     )
     words = ("checkpoint.initial_load_path=x", "checkpoint.no_initial_load_model_only")
     assert faults(tmp_path, "checkpoint.enable", "checkpoint.initial_load_in_hf", *words) == (

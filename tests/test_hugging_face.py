@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import tokenizers
 import tomli
 import torch
 from safetensors.torch import load_file
@@ -18,7 +17,7 @@ from minititan import registry
 from minititan.__main__ import main
 from tests import expert_family
 from tests.expert_family import numbered
-from tests.toy_llama import SCALING, VOCABULARY, read, same_bits, save, toy
+from tests.toy_llama import SCALING, VOCABULARY, read, same_bits, save, tokenizer_files, toy
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "grouped": {},
@@ -101,15 +100,6 @@ def test_unused_fields_of_the_config_come_back(tmp_path: Path) -> None:
     step = run_import(source, tmp_path / "run", "--model.args.rms_norm_eps", "1e-3")
     exported = json.loads((run_export(step, tmp_path / "folder") / "config.json").read_text())
     assert exported == config | more | {"rms_norm_eps": 1e-3}
-
-
-def tokenizer_files(folder: Path) -> None:
-    words = {"<s>": 0, "</s>": 1, "<unk>": 2} | {chr(97 + i): 3 + i for i in range(26)}
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
-    made.save(str(folder / "tokenizer.json"))
-    special = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(special))
-    (folder / "generation_config.json").write_text('{"temperature": 0.6}')
 
 
 ASSETS = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")

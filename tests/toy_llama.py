@@ -5,6 +5,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 from torch import Tensor
 
@@ -70,3 +71,13 @@ def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(
         value.dtype == other[name].dtype and torch.equal(value, other[name]) for name, value in one.items()
     )
+
+
+def tokenizer_files(folder: Path) -> None:
+    """Add a tokenizer of letters, and what lies beside one."""
+    words = {"<s>": 0, "</s>": 1, "<unk>": 2} | {chr(97 + i): 3 + i for i in range(26)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    made.save(str(folder / "tokenizer.json"))
+    special = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(special))
+    (folder / "generation_config.json").write_text('{"temperature": 0.6}')

@@ -14,10 +14,12 @@ from minititan.checkpoint.storage import read_metadata, read_tensors
 from minititan.config import ConfigError
 
 
-def verified(path: Path) -> Manifest:
-    """The manifest of a checkpoint, all of whose files were found to be as they were written."""
+def verified(path: Path, hashes: bool = True) -> Manifest:
+    """The manifest of a checkpoint, all of whose files were found to be as they were written (without
+    `hashes`, by their sizes).
+    """
     check_checkpoint(path)
-    if faults := manifest.verify(path):
+    if faults := manifest.verify(path, hashes):
         raise ConfigError(*(f"{fault}; {WAY_OUT}" for fault in faults))
     return manifest.read(path)
 

@@ -23,7 +23,8 @@ class Checkpoint(Section):
     initial_load_model_only: bool = True
     """Take only the weights from `initial_load_path`; the run starts at step 0."""
     initial_load_in_hf: bool = False
-    """`initial_load_path` is a folder in the form of Hugging Face; its weights become `training.dtype`."""
+    """`initial_load_path` (unset: `model.hf_assets_path`) is in the form of Hugging Face; its weights become
+    `training.dtype`."""
     initial_load_in_hf_quantized: bool = False
     """The same with quantised weights; only false: they are not read."""
     last_save_model_only: bool = False

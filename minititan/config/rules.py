@@ -263,8 +263,8 @@ def _hugging_face_faults(config: Config) -> Iterator[str]:
     """The faults of keys about files in Hugging Face's form, which hold weights alone."""
     section = config.checkpoint
     if section.enable and section.initial_load_in_hf:
-        if section.initial_load_path is None:
-            rule = "needs checkpoint.initial_load_path"
+        if section.initial_load_path is None and not config.model.hf_assets_path:
+            rule = "needs checkpoint.initial_load_path, or model.hf_assets_path with weights"
             yield config.fault("checkpoint.initial_load_in_hf", rule, "name the folder, or set it to false")
         if not section.initial_load_model_only:
             rule = "files in Hugging Face's form hold weights only"

@@ -82,13 +82,18 @@ class Export:
 
 
 def planned(
-    step: Path, assets: Path | None, *, dtype: str | None = None, shard_bytes: int = SHARD_BYTES
+    step: Path,
+    assets: Path | None,
+    *,
+    dtype: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    hashes: bool = True,
 ) -> Export:
     """The export of a checkpoint, whose files are verified first, with the tokenizer in `assets`.
 
-    `dtype` None keeps that of each tensor. Raises ConfigError.
+    Without `hashes` only their sizes are. `dtype` None keeps that of each tensor. Raises ConfigError.
     """
-    saved = verified(step)
+    saved = verified(step, hashes)
     imported = _kept(step).get("config")
     form, args = _family(step, saved.model)
     prefix = "model."

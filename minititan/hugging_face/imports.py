@@ -23,7 +23,7 @@ from minititan.hugging_face import weights
 from minititan.hugging_face.config_json import CONFIG, arguments_of, check_not_quantised
 from minititan.hugging_face.exports import STATE, copy_assets, kept_state
 from minititan.hugging_face.reading import Files, open_files, read_json
-from minititan.hugging_face.target import check_new, new_folder
+from minititan.hugging_face.target import check_new, new_folder, write_text
 
 RUN_TOML = "run.toml"
 TOKENIZER = "tokenizer"
@@ -82,7 +82,7 @@ def import_model(source: Path, words: Sequence[str], say: Callable[[str], None])
         copy_assets(assets, temporary / TOKENIZER)
         _write_step(files, spec, args, config, temporary, imported)
         head = _HEAD.format(source=source, toml=run / RUN_TOML)
-        (temporary / RUN_TOML).write_text(head + _toml(config, own), encoding="utf-8")
+        write_text(temporary / RUN_TOML, head + _toml(config, own))
     return run / RUN_TOML
 
 
@@ -142,8 +142,8 @@ def _nearest_flavor(spec: registry.ModelSpec, values: Mapping[str, Any]) -> str:
 
 def _assets(source: Path, given: Table) -> Path | None:
     """The folder or file of the tokenizer to copy."""
-    if chosen := given.get("model.hf_assets_path"):
-        return Path(chosen).expanduser()
+    if (chosen := given.get("model.hf_assets_path")) is not None:
+        return Path(chosen).expanduser() if chosen else None
     return source if (source / "tokenizer.json").is_file() else None
 
 
@@ -211,7 +211,7 @@ def _write_step(
         return weights.read_whole(files, parameters[key.removeprefix("model.")])
 
     folder = run / config.checkpoint.folder
-    assets = str(run / TOKENIZER) if config.model.hf_assets_path else ""
+    assets = str(run / TOKENIZER) if (run / TOKENIZER).is_dir() else ""
     Checkpointer(folder, keep_latest_k=0, rank=0).save(
         0,
         metas,

@@ -75,7 +75,8 @@ def save_folder(step: Path, path: Path) -> None:
     def begin() -> tuple[exports.Export, Path]:
         if path.is_dir() and any(path.iterdir()):
             move_aside(path.parent, int(path.name.removeprefix("step-")))
-        return exports.planned(step, exports.kept_assets(step)), target.begin(path)
+        # The step was written just now: hashing all of it here would keep the other ranks waiting.
+        return exports.planned(step, exports.kept_assets(step), hashes=False), target.begin(path)
 
     def finish() -> None:
         exports.write_rest(export, temporary)

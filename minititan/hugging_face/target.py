@@ -54,6 +54,14 @@ def finish(temporary: Path, path: Path) -> None:
     sync_folder(path.parent)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a text to the disk."""
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def sync_folder(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from minititan.hugging_face.reading import DTYPES, INDEX, SINGLE
+from minititan.hugging_face.target import write_text
 
 _INTEGERS = {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
 _CODES = {dtype: code for code, dtype in (DTYPES | _INTEGERS).items()}
@@ -95,7 +96,4 @@ def write_index(folder: Path, shards: Sequence[Shard]) -> None:
 
 def write_json(path: Path, value: Mapping[str, object]) -> None:
     """Write an object as `transformers` does, flushed to the disk."""
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")

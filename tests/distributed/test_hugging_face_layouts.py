@@ -17,7 +17,7 @@ from tests.distributed.harness import RankError, run_ranks
 from tests.distributed.layouts import LAYOUTS
 from tests.distributed.runs import Piece, piece
 from tests.expert_family import numbered
-from tests.toy_llama import SCALING, read, same_bits, save, toy
+from tests.toy_llama import SCALING, read, same_bits, save, tokenizer_files, toy
 
 BASE = {
     "training.dataset": "stdlib",
@@ -154,10 +154,12 @@ def export_in_rank(rank: int, world: int, words: list[str], shard_bytes: int) ->
         exports.write_shard, exports.shards_of = plain_write, plain_shards
 
 
-def test_what_differs_from_the_config_is_said(
-    sources: dict[bool, Path], tmp_path: Path, token_cache: Path
-) -> None:
-    words = words_of(tmp_path, sources[False], False, "one", token_cache)
+def test_what_differs_from_the_config_is_said(tmp_path: Path, token_cache: Path) -> None:
+    """Without a path to load from it is the folder of the tokenizer."""
+    source = save(toy(**FIELDS), tmp_path / "source")
+    tokenizer_files(source)
+    words = words_of(tmp_path / "run", source, False, "one", token_cache)
+    words += ["--checkpoint.initial_load_path=", f"--model.hf_assets_path={source}"]
     words += [
         "--model.args.rms_norm_eps=1e-4",
         "--training.dtype=bfloat16",
@@ -165,11 +167,9 @@ def test_what_differs_from_the_config_is_said(
     ]
     words += ["--training.mixed_precision_param=bfloat16"]
     said = run_ranks(train_in_rank, 1, words)[0]["said"]
-    assert (
-        f"model.args.rms_norm_eps = 0.0001: {sources[False]}/config.json has 1e-05; the run's TOML wins"
-        in said
-    )
-    folder = tmp_path / "out" / "hugging_face" / "step-1"
+    assert f"model.args.rms_norm_eps = 0.0001: {source}/config.json has 1e-05; the run's TOML wins" in said
+    folder = tmp_path / "run" / "out" / "hugging_face" / "step-1"
+    assert (folder / "tokenizer.json").is_file()
     tensors = load_file(folder / "model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
     config = json.loads((folder / "config.json").read_text())
