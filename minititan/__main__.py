@@ -20,8 +20,6 @@ from minititan.config.schema import Config
 
 def config_command(argv: Sequence[str]) -> int:
     """Prints the resolved TOML of a run, or with `--schema` the JSON schema of the file."""
-    if asks_for_help(argv):
-        return usage("config")
     if list(argv) == ["--schema"]:
         print(json.dumps(Config.model_json_schema(), indent=2))
     else:
@@ -31,11 +29,23 @@ def config_command(argv: Sequence[str]) -> int:
 
 def train_command(argv: Sequence[str]) -> int:
     """Trains in this one process; with torchrun, start `torchrun -m minititan.train` instead."""
-    if asks_for_help(argv):
-        return usage("train")
     from minititan.train import main as train
 
     return train(argv)
+
+
+def prepare_command(argv: Sequence[str]) -> int:
+    """Makes text into tokens."""
+    from minititan.prepare import prepare_command as prepare
+
+    return prepare(argv)
+
+
+def data_command(argv: Sequence[str]) -> int:
+    """Shows or checks prepared data."""
+    from minititan.inspect_data import data_command as data
+
+    return data(argv)
 
 
 def import_command(argv: Sequence[str]) -> int:
@@ -61,27 +71,25 @@ def checkpoint_command(argv: Sequence[str]) -> int:
 
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "config": (config_command, "print the resolved TOML of a run; --schema: the JSON schema for editors"),
+    "prepare": (prepare_command, "make text into tokens for training, once"),
+    "data": (data_command, "ls, verify, head: what prepared data holds, whether it is whole, how it reads"),
     "train": (train_command, "train in one process (several: torchrun -m minititan.train)"),
     "import": (import_command, "make a run that trains on from weights in Hugging Face's form"),
     "export": (export_command, "write a checkpoint in Hugging Face's form"),
     "checkpoint": (checkpoint_command, "ls, show, verify, diff, prune, convert checkpoints"),
 }
-
-
-def usage(name: str) -> int:
-    """Prints what a command with the options of a run does."""
-    print(f"minititan {name}: {COMMANDS[name][1]}\n{USAGE}")
-    return 0
+OWN_HELP = ("prepare", "data", "import", "export", "checkpoint")
+"""Commands that take no keys of the file, and have a help of their own."""
 
 
 def help_text() -> str:
     """What `minititan --help` prints."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {line}" for name, (_, line) in COMMANDS.items()]
-    head = "usage: minititan COMMAND ...; minititan COMMAND --help tells more"
-    return "\n".join(
-        [head, "", "commands:", *lines, "", "Every key of the file is described in docs/config.md."]
-    )
+    head = "usage: minititan COMMAND --job.config_file FILE.toml [--section.key VALUE]..."
+    tail = "Every key of the file is described in docs/config.md."
+    own = f"With words of their own, see --help: {', '.join(OWN_HELP)}."
+    return "\n".join([head, "", "commands:", *lines, "", tail, own])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -96,10 +104,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"command line: {name}: no such command; {near}commands: {', '.join(COMMANDS)}", file=sys.stderr
         )
         return 2
+    if asks_for_help(rest) and name not in OWN_HELP:
+        print(f"minititan {name}: {COMMANDS[name][1]}\n{USAGE}")
+        return 0
     try:
         code = COMMANDS[name][0](rest)
         sys.stdout.flush()
-        return code
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
@@ -108,10 +118,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
     except SystemExit as ended:  # of argparse, after its help
         return int(ended.code or 0)
-    except BrokenPipeError:
-        # Whoever read the output has had enough. The interpreter's own flush at the end must not fail too.
+    except BrokenPipeError:  # whoever read our output, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+    return code
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from minititan.optimizer import GroupedOptimizer, build_optimizer
 from minititan.parallelisms import Meshes, parallelize
 from minititan.parallelisms.tensor_parallel import first_row
 from minititan.profiling import Profiler
-from minititan.run import Run, rule_settings
+from minititan.run import Run, rule_settings, source_fault, sources_of
 
 
 def model_of(run: Run, meshes: Meshes, device: torch.device) -> Any:
@@ -88,21 +88,40 @@ def optimizer_of(
     )
 
 
-def tokens_of(run: Run, name: str) -> data.Tokens:
-    """Return the tokens of section `name`, `training` or `validation`, prepared first where need be."""
+def samples_of(run: Run, name: str) -> dict[str, data.Samples]:
+    """Return the samples of section `name`, `training` or `validation`, by source, prepared where need be."""
     config = run.config
-    section = getattr(config, name)
-    return data.open_tokens(
-        section.dataset,
-        section.dataset_path,
-        "train" if name == "training" else name,
-        run.tokenizer,
-        **config.data.model_dump(exclude={"repeat"}),
-        section=name,
-        fault=config.fault,
-        say=_say,
-        say_waiting=_say if rank_from_env() == 0 else _say_nothing,
-    )
+    section, options = getattr(config, name), config.data
+    quiet = _say if rank_from_env() == 0 else _say_nothing
+    return {
+        source: data.build_samples(
+            data.open_tokens(
+                dataset,
+                path,
+                "train" if name == "training" else name,
+                run.tokenizer,
+                cache_folder=options.cache_folder,
+                text_key=options.text_key,
+                txt_lines=options.txt_lines,
+                add_bos=options.add_bos,
+                add_eos=options.add_eos,
+                on_bad_record=options.on_bad_record,
+                npy_dtype=options.npy_dtype,
+                vocab_size=getattr(run.args, "vocab_size", None),
+                section=key,
+                fault=source_fault(config),
+                say=_say,
+                say_waiting=quiet,
+            ),
+            options.samples,
+            section.seq_len,
+            cache=data.resolve_cache(options.cache_folder, config.fault),
+            document_mask=options.document_mask,
+            predict_first_token=options.predict_first_token,
+            say=quiet,
+        )
+        for source, (key, dataset, path) in sources_of(config, name).items()
+    }
 
 
 def _say(line: str) -> None:
@@ -114,19 +133,23 @@ def _say_nothing(line: str) -> None:
     pass
 
 
-def train_loader_of(run: Run, tokens: data.Tokens, meshes: Meshes) -> data.TrainLoader:
-    section = run.config.training
+def train_loader_of(run: Run, meshes: Meshes) -> data.TrainLoader:
+    section, options = run.config.training, run.config.data
+    weights = {source.name: source.weight for source in options.sources} or {"": 1.0}
+    changes = [(1, weights), *((stage.step, stage.weights) for stage in options.stages)]
     return data.build_train_loader(
-        tokens,
+        samples_of(run, "training"),
+        kind=options.samples,
         seq_len=section.seq_len,
         seed=run.config.debug.seed or 0,
-        global_batch_size=run.layout.global_batch_size,
+        batch_sizes=run.layout.batch_sizes,
         micro_batch_size=section.local_batch_size,
         dp_rank=meshes.dp_rank,
         dp_degree=run.layout.dp,
+        stages=[(step, tuple(str(of[name]) for name in weights)) for step, of in changes],
+        document_mask=options.document_mask,
         auto_global_batch_size=section.global_batch_size == -1,
         **section.dataloader.model_dump(),
-        fault=run.config.fault,
     )
 
 
@@ -135,13 +158,15 @@ def validation_loader_of(run: Run, meshes: Meshes) -> Any:
     section = run.config.validation
     if not section.enable:
         return None
+    (samples,) = samples_of(run, "validation").values()
     return data.build_validation_loader(
-        tokens_of(run, "validation"),
+        samples,
         seq_len=section.seq_len,
         batch_size=section.local_batch_size,
         num_samples=-1 if section.steps < 0 else section.steps * section.local_batch_size,
         dp_rank=meshes.dp_rank,
         dp_degree=run.layout.dp,
+        document_mask=run.config.data.document_mask,
         **section.dataloader.model_dump(),
     )
 

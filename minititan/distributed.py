@@ -9,10 +9,8 @@ import hashlib
 import math
 import os
 import random
-import signal
 import sys
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,8 +23,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from minititan.config import ConfigError
+from minititan.signals import StopSignals
 
 USER_ERROR_EXIT_CODE = 2
+PREEMPTED_EXIT_CODE = 75  # EX_TEMPFAIL: start me again
 # How long other ranks leave the word to rank 0, whose exit makes the launcher end them.
 FAULT_WAIT_SECONDS = 60.0
 # How long another rank holds back an error that rank 0's end may have caused.
@@ -247,33 +247,38 @@ def _resident_bytes() -> tuple[int, int]:
 
 
 @contextmanager
-def first_error_speaks() -> Iterator[None]:
+def first_error_speaks(
+    stop: StopSignals | None = None, tell: Callable[[BaseException], None] = lambda error: None
+) -> Iterator[None]:
     """Holds a RuntimeError of another rank than 0 back a little, since most are echoes.
 
     When rank 0 ends with an error, the others lose their connections to it, and would add tracebacks of that;
-    torchrun ends them before they do.
+    torchrun ends them before they do. `tell` gets an error that is not held back for good.
     """
     try:
         yield
-    except RuntimeError:
-        if rank_from_env() != 0 and "TORCHELASTIC_RUN_ID" in os.environ:
-            _wait_to_be_ended(ECHO_WAIT_SECONDS)
+    except ConfigError:
+        raise
+    except Exception as error:
+        if isinstance(error, RuntimeError) and rank_from_env() != 0 and "TORCHELASTIC_RUN_ID" in os.environ:
+            (stop or StopSignals()).wait_to_be_ended(ECHO_WAIT_SECONDS)
+        tell(error)
         raise
 
 
-def _wait_to_be_ended(seconds: float) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    time.sleep(seconds)
-
-
-def report_and_exit(error: ConfigError) -> NoReturn:
-    """Prints one line a fault, once in the whole run, and exits 2.
+def report_and_exit(
+    error: ConfigError,
+    stop: StopSignals | None = None,
+    tell: Callable[[BaseException], None] = lambda error: None,
+) -> NoReturn:
+    """Prints one line a fault, once in the whole run, and exits 2; `tell` gets what is printed.
 
     Rank 0 prints and exits; its exit makes the launcher end the others, which wait for that: an earlier exit
     of theirs would end rank 0 before it printed. One that nobody ends (a fault of its own only) prints after
     all.
     """
     if rank_from_env() != 0:
-        _wait_to_be_ended(FAULT_WAIT_SECONDS)
+        (stop or StopSignals()).wait_to_be_ended(FAULT_WAIT_SECONDS)
+    tell(error)
     print(error, file=sys.stderr, flush=True)
     sys.exit(USER_ERROR_EXIT_CODE)

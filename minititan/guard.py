@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from minititan.config import ConfigError
 from minititan.loss_scale import LossScale
+from minititan.step_requests import on_any_rank
 
 WAY_OUT = "lower optimizer.lr, or look at the data; a restart goes on from the last checkpoint"
 
@@ -51,15 +52,17 @@ class Guard:
         norm: Tensor,
         parameters: Mapping[str, nn.Parameter],
         group: dist.ProcessGroup,
+        on_any_rank: Callable[[list[Tensor]], list[bool]] = on_any_rank,
     ) -> bool:
         """Return whether to make the update of `step`; every rank must call it, before it clips gradients.
 
         `loss` is the sum of this rank's token losses, `labels` the number of labels in the step, `norm` the
-        gradient norm, `group` all data-parallel ranks. Raises ConfigError on all ranks alike.
+        gradient norm, `group` all data-parallel ranks; `on_any_rank` tells for flags whether any rank of the
+        run has them set. Raises ConfigError on all ranks alike.
         """
         mean = self._mean(loss, labels, group)
         flags = [~loss.isfinite(), ~norm.isfinite().to(loss.device), self._is_spike(mean)]
-        bad_loss, bad_gradient, spike = _on_any_rank(flags)
+        bad_loss, bad_gradient, spike = on_any_rank(flags)
         if not (bad_loss or bad_gradient or spike):
             self.in_a_row = 0
             if self.scale is not None:
@@ -123,13 +126,6 @@ class Guard:
         self.losses = state["losses"][-self.spike_window :]
         if self.scale is not None and "loss_scale" in state:
             self.scale.restore(state["loss_scale"])
-
-
-def _on_any_rank(flags: list[Tensor]) -> list[bool]:
-    """Return for each flag whether it is set on any rank of the whole run."""
-    found = torch.stack(flags).to(torch.int32)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return [flag > 0 for flag in found.tolist()]
 
 
 def _not_finite(loss: Tensor | None, parameters: Mapping[str, nn.Parameter]) -> str:

@@ -53,6 +53,7 @@ class Step:
     skipped_steps: int = 0  # whose update was left out
     loss_scale: float | None = None  # after the step; None: not in float16
     batch_sha256: str | None = None
+    sources: dict[str, tuple[int, float]] | None = None  # of a mixture: samples taken, and epochs
 
 
 @dataclass(frozen=True)
@@ -285,6 +286,8 @@ def step_scalars(done: Step, rates: Rates, memory: DeviceMemory) -> dict[str, fl
         "skipped_steps": done.skipped_steps,
         "lr": done.lr,
     }
+    for name, (samples, epochs) in (done.sources or {}).items():
+        scalars |= {f"data/{name}/samples": samples, f"data/{name}/epochs": epochs}
     if done.loss_scale is not None:
         scalars["loss_scale"] = done.loss_scale
     if rates.tflops is not None:

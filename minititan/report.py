@@ -12,6 +12,9 @@ def opening_lines(run: Run, device: torch.device, parameters: int, steps_done: i
     config, layout, training = run.config, run.layout, run.config.training
     dtype = str(compute_dtype(config, device)).removeprefix("torch.")
     threads = f" with {torch.get_num_threads()} threads each" if device.type == "cpu" else ""
+    sizes = ", ".join(
+        f"{size} from step {first} on" if first > 1 else str(size) for first, size in layout.batch_sizes.sizes
+    )
     span = f"steps {steps_done + 1} to {last_step}" if steps_done < last_step else "no step is left"
     return "\n".join(
         [
@@ -19,8 +22,7 @@ def opening_lines(run: Run, device: torch.device, parameters: int, steps_done: i
             f"  {parameters:,} parameters in {training.dtype}, computed in {dtype}",
             f"  {layout.world_size} processes on {device.type}{threads}: {layout.dp_replicate} replicas x "
             f"{layout.dp_shard} shards x {layout.tp} tensor-parallel",
-            f"  {layout.global_batch_size} sequences of {training.seq_len} tokens a step, in "
-            f"{layout.accumulation_steps} micro-batches a rank",
+            f"  {sizes} sequences of {training.seq_len} tokens a step, by {layout.micro_batch_size} a rank",
             f"  {span}, everything into {run.folder}",
         ]
     )
@@ -49,6 +51,17 @@ def closing_lines(run: Run, step: int, seconds: float | None) -> str:
         change = "--data.repeat true" if step < steps else f"--training.steps {step + max(step // 2, 1)}"
         lines.append(f"To go on from here, on any number of processes: the same command with {change}")
     return "\n".join(lines)
+
+
+def stopped_lines(run: Run, step: int, signal: str | None, seconds: float) -> str:
+    """Return where a run stands that a signal stopped, and how it goes on."""
+    section = run.config.checkpoint
+    took = f"{int(seconds // 60)} min {seconds % 60:.0f} s"
+    head = f"The run was stopped by {signal}: step {step} of {run.config.training.steps} after {took}."
+    if section.enable and not section.load_only:
+        return f"{head}\n  checkpoints  {run.checkpoint_folder}\nThe same command goes on from here."
+    key = "checkpoint.load_only = true" if section.enable else "checkpoint.enable = false"
+    return f"{head}\nNothing is saved ({key}): the same command starts where this run did."
 
 
 def write_config(run: Run) -> None:

@@ -15,6 +15,7 @@ from minititan.checkpoint.checkpointer import Checkpointer, Verified
 from minititan.checkpoint.folder import step_folder, step_folders
 from minititan.checkpoint.manifest import verify
 from minititan.config import Config, ConfigError
+from minititan.config.error import literal
 from minititan.data import DataState, TrainLoader
 from minititan.distributed import Distributed
 from minititan.guard import Guard
@@ -51,18 +52,12 @@ class Checkpoints:
         self.checkpointer = Checkpointer(
             run.checkpoint_folder,
             keep_latest_k=self.section.keep_latest_k,
+            keep_every_n_steps=self.section.keep_every_n_steps,
+            keep_best_k=self.section.keep_best_k,
             rank=place.rank,
             say=say,
             hashes=self.section.verify == "hashes",
         )
-
-    def due(self, step: int, last_step: int) -> bool:
-        """Whether this step, of a run that ends with `last_step`, is to be saved."""
-        section = self.section
-        if not section.enable or section.load_only:
-            return False
-        first = step == 1 and section.enable_first_step_checkpoint
-        return first or step % section.interval == 0 or step == last_step
 
     def tensors(self, *, model_only: bool = False) -> dict[str, Tensor]:
         """Return the live tensors of a checkpoint by name."""
@@ -89,28 +84,28 @@ class Checkpoints:
         save_folder(step_folder(self.run.checkpoint_folder, step), path)
         self.say(f"Wrote {path} in {time.perf_counter() - begin:.1f} s")
 
-    def save(self, progress: Progress, *, last: bool) -> None:
-        """Save the run as it stands; `last`: at its end."""
-        run, step = self.run, progress.steps_done
+    def to_save(
+        self, progress: Progress, *, last: bool, validation_loss: float | None
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return what `Checkpointer.save` takes after the step: live tensors, and all else by keyword.
+
+        `last`: at the end of the run. `validation_loss`: of the validation at this step, if there was one.
+        """
+        config = self.run.config
+        tensors = self.exported_tensors() if last and self.section.last_save_model_only else self.tensors()
         state = {
-            "train_state": {"tokens_seen": progress.tokens_seen},
+            "train_state": {"tokens_seen": progress.tokens_seen, "validation_loss": validation_loss},
             "guard": self.guard.state(),
             "dataloader": dataclasses.asdict(self.loader.state()),
-            **settings_of(run.config),
-            STATE: self.kept_for_export(step),
+            **settings_of(config),
+            STATE: self.kept_for_export(progress.steps_done),
         }
-        model = run.config.model
-        begin = time.perf_counter()
-        self.checkpointer.save(
-            step,
-            self.exported_tensors() if last and self.section.last_save_model_only else self.tensors(),
-            state,
-            model={"name": model.name, "flavor": model.flavor, "args": dataclasses.asdict(run.args)},
-            layout=dataclasses.asdict(run.layout),
-        )
-        self.say(f"Saved step {step} in {time.perf_counter() - begin:.1f} s")
-        if last and self.section.last_save_in_hf:
-            self.export(step)
+        args = dataclasses.asdict(self.run.args)
+        return tensors, {
+            "train_state": state,
+            "model": {"name": config.model.name, "flavor": config.model.flavor, "args": args},
+            "layout": dataclasses.asdict(self.run.layout),
+        }
 
     def load(self) -> Progress:
         """Resume from the run's own folder, or start from `checkpoint.initial_load_path`, if there is one."""
@@ -185,7 +180,10 @@ class Checkpoints:
             progress = Progress(source.manifest.step, state["train_state"]["tokens_seen"])
             self.guard.restore(state.get("guard", self.guard.state()))
         if "dataloader" in state:
-            self.loader.resume(DataState.from_json(json.dumps(state["dataloader"])), self.run.config.fault)
+            saved = DataState.from_json(json.dumps(state["dataloader"]))
+            self.loader.resume(saved, progress.steps_done, self.run.config.fault)
+        else:
+            self.loader.begin_at(progress.steps_done)
         return progress
 
     def note_changes(self, source: Verified, state: Mapping[str, Any]) -> None:
@@ -197,7 +195,8 @@ class Checkpoints:
             for key, value in before.items():
                 here = json.loads(json.dumps(now[section].get(key)))  # as it would be saved
                 if here != value:
-                    self.say(f"{section}.{key} = {here}: the checkpoint has {value}; the config wins")
+                    before_it = f"the checkpoint has {literal(value)}"
+                    self.say(f"{section}.{key} = {literal(here)}: {before_it}; the config wins")
 
 
 def settings_of(config: Config) -> dict[str, dict[str, Any]]:

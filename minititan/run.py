@@ -38,6 +38,17 @@ class Run:
     def checkpoint_folder(self) -> Path:
         return checkpoint_folder_of(self.config)
 
+    @property
+    def locked_folders(self) -> dict[str, Path]:
+        """The folders that only one run may write at a time, each under the key that sets it."""
+        folders, checkpoints = {"job.dump_folder": self.folder}, self.checkpoint_folder
+        inside = checkpoints.resolve().is_relative_to(self.folder.resolve())
+        return (
+            folders
+            if inside or not self.config.checkpoint.enable
+            else folders | {"checkpoint.folder": checkpoints}
+        )
+
 
 def folder_of(config: Config) -> Path:
     return Path(config.job.dump_folder).expanduser()
@@ -147,6 +158,27 @@ def collected(faults: list[str]) -> Iterator[None]:
         faults += error.faults
 
 
+def sources_of(config: Config, name: str) -> dict[str, tuple[str, str, str | None]]:
+    """Return what section `name`, `training` or `validation`, reads: by source, the key that names it, its
+    dataset and its path. Without a mixture the one source is called "".
+    """
+    section = getattr(config, name)
+    if name == "training" and config.data.sources:
+        return {s.name: (f"data.sources.{s.name}", s.dataset or "", s.path) for s in config.data.sources}
+    return {"": (name, section.dataset, section.dataset_path)}
+
+
+def source_fault(config: Config) -> data.Fault:
+    """Return `config.fault` that takes keys such as `data.sources.NAME.path`, inside the list, too."""
+
+    def fault(key: str, rule: str, way_out: str = "") -> str:
+        if not key.startswith("data.sources."):
+            return config.fault(key, rule, way_out)
+        return config.fault("data.sources", f"{key.split('.')[2]}: {rule}", way_out)
+
+    return fault
+
+
 def check(config: Config, world_size: int) -> Run:
     """Return the run that `config` describes on `world_size` processes; raises ConfigError with what is
     wrong.
@@ -167,12 +199,10 @@ def check(config: Config, world_size: int) -> Run:
             vocab_size=tokenizer.vocab_size,
         )
         check_shards(config, spec, built, layout)
-    sections = {"training": config.training} | (
-        {"validation": config.validation} if config.validation.enable else {}
-    )
-    for name, section in sections.items():
-        with collected(faults):
-            data.check_source(section.dataset, section.dataset_path, section=name, fault=config.fault)
+    for name in ("training", "validation") if config.validation.enable else ("training",):
+        for key, dataset, path in sources_of(config, name).values():
+            with collected(faults):
+                data.check_source(dataset, path, section=key, fault=source_fault(config))
     with collected(faults):
         check_names(config, built)
     with collected(faults):

@@ -18,9 +18,11 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from minititan import build
+from minititan.checkpoint.agreement import RanksFailedError, first_rank
 from minititan.config import Config, ConfigError, load
 from minititan.config.command_line import USAGE, asks_for_help
 from minititan.distributed import (
+    PREEMPTED_EXIT_CODE,
     Distributed,
     first_error_speaks,
     init_distributed,
@@ -37,9 +39,13 @@ from minititan.loss import IGNORED
 from minititan.metrics import MetricsLogger, Step
 from minititan.optimizer import lr_at, set_lr_factor
 from minititan.parallelisms import build_meshes
-from minititan.report import closing_lines, opening_lines, write_config
+from minititan.report import closing_lines, opening_lines, stopped_lines, write_config
 from minititan.resume import Checkpoints, Progress, completed_step
 from minititan.run import Run, check
+from minititan.run_status import RunStatus
+from minititan.saving import Saves
+from minititan.signals import StopSignals, watched
+from minititan.step_requests import StepRequests
 from minititan.validate import run_validation
 
 Batch = dict[str, Tensor]
@@ -52,15 +58,16 @@ class Trainer:
     metrics: MetricsLogger
     last_step: int
 
-    def __init__(self, run: Run, place: Distributed) -> None:
+    def __init__(self, run: Run, place: Distributed, stop: StopSignals, status: RunStatus) -> None:
         """Make the parts of a run at its start; every rank must call it."""
         self.job, self.config, self.place, self.device = run, run.config, place, place.device
+        self.status = status
         debug, layout = run.config.debug, run.layout
         set_determinism(
             debug.seed or 0, deterministic=debug.deterministic, warn_only=debug.deterministic_warn_only
         )
         self.meshes = build_meshes(self.device.type, layout.dp_replicate, layout.dp_shard, layout.tp)
-        self.loader = build.train_loader_of(run, build.tokens_of(run, "training"), self.meshes)
+        self.loader = build.train_loader_of(run, self.meshes)
         self.validation_batches = build.validation_loader_of(run, self.meshes)
         self.model = build.model_of(run, self.meshes, self.device)
         # Taken once: while FSDP has gathered a unit's parameters, its modules hold others.
@@ -70,15 +77,29 @@ class Trainer:
         self.checkpoints = Checkpoints(
             run, place, self.parameters, self.optimizer, self.loader, self.guard, self.say
         )
+        self.saves = Saves(self.checkpoints, rank=place.rank, say=self.say)
+        self.requests = StepRequests(stop, self.saves.wanted_by_clock, self.saves.have_failed)
         self.steps_done = 0
         self.tokens_seen = 0
 
     @classmethod
-    def build(cls, run: Run, place: Distributed) -> "Trainer":
-        """Return a trainer that stands where the run's checkpoint left off, or at the start. Every rank."""
-        trainer = cls(run, place)
+    def build(
+        cls,
+        run: Run,
+        place: Distributed,
+        stop: StopSignals | None = None,
+        status: RunStatus | None = None,
+    ) -> "Trainer":
+        """Return a trainer that stands where the run's checkpoint left off, or at the start. Every rank.
+
+        It answers to `stop`; with `status` no other run may be in its folders.
+        """
+        trainer = cls(run, place, stop or StopSignals(), status or RunStatus())
+        if status is not None:
+            take_folders(run, status)
         progress = trainer.checkpoints.load()
         trainer.steps_done, trainer.tokens_seen = progress.steps_done, progress.tokens_seen
+        trainer.tell_status()
         trainer.last_step = trainer.find_last_step()
         trainer.metrics = build.metrics_of(
             run,
@@ -96,7 +117,7 @@ class Trainer:
             return steps
         end = self.steps_done + self.loader.steps_left()
         if end == 0:
-            rule = f"the data has fewer samples than the {self.job.layout.global_batch_size} of one step"
+            rule = "the data has fewer samples than one step takes"
             raise ConfigError(self.config.fault("data.repeat", rule, "set it to true or give more text"))
         if end < steps:
             rule = f"the data is used up after step {end}: the run ends there"
@@ -107,12 +128,18 @@ class Trainer:
         if self.place.rank == 0:
             print(line, flush=True)
 
+    def tell_status(self) -> None:
+        self.status.step = self.steps_done
+        if self.place.rank == 0:
+            self.status.write("running", "")
+
     # ---- one step
 
     def step(self, batches: Any) -> None:
         """Take one optimizer step on the next global batch; `batches` yields this rank's micro-batches."""
         with self.metrics.data_loading():
-            micro_batches = [self.to_device(next(batches)) for _ in range(self.job.layout.accumulation_steps)]
+            count = self.job.layout.accumulation_steps(self.steps_done + 1)
+            micro_batches = [self.to_device(next(batches)) for _ in range(count)]
         group = self.meshes.dp_group
         labels = torch.stack([(batch["labels"] != IGNORED).sum() for batch in micro_batches]).sum()
         own_labels = labels.clone()
@@ -128,14 +155,15 @@ class Trainer:
             unscale_gradients(parameters, scale.value)
         norm = gradient_norm(parameters)
         factor = self.lr_factor(self.steps_done)
-        if self.guard.allows(step, loss, labels, norm, self.parameters, group):
+        asked = self.requests.on_any_rank
+        if self.guard.allows(step, loss, labels, norm, self.parameters, group, asked):
             clip_gradients(parameters, norm, self.config.training.max_norm)
             set_lr_factor(self.optimizer, factor)
             self.optimizer.step()
         self.optimizer.zero_grad()
 
-        self.steps_done = step
-        self.tokens_seen += self.job.layout.global_batch_size * self.config.training.seq_len
+        self.steps_done = self.status.step = step
+        self.tokens_seen += self.job.layout.batch_sizes.at(step) * self.config.training.seq_len
         if self.metrics.due(step):
             self.log(loss, own_labels, labels, norm, self.config.optimizer.lr * factor, micro_batches)
 
@@ -194,6 +222,7 @@ class Trainer:
             lr=lr,
             tokens_seen=self.tokens_seen,
             samples_consumed=self.loader.state().samples_consumed,
+            sources=self.loader.consumed() if self.config.data.sources else None,
             skipped_steps=self.guard.skipped,
             loss_scale=self.guard.scale.value if self.guard.scale else None,
             batch_sha256=self.batch_hash(batches) if self.config.metrics.log_batch_hash else None,
@@ -212,36 +241,58 @@ class Trainer:
 
     # ---- the loop
 
-    def run(self) -> None:
-        """Train to the last step; every rank must call it."""
+    def run(self) -> bool:
+        """Train to the last step, or until a signal stops all ranks; return whether it was the last step.
+
+        Every rank must call it.
+        """
         begin = time.perf_counter()
         gc.disable()  # a collection at a random moment on one rank makes all ranks wait: all collect together
         batches = iter(self.loader)
+        self.requests.on_any_rank(
+            [torch.zeros((), device=self.device)]
+        )  # a signal came before the first step
         with build.profiler_of(self.job, self.place, self.metrics, self.steps_done) as profiler:
             first = self.steps_done + 1
-            while self.steps_done < self.last_step:
+            while self.steps_done < self.last_step and not self.requests.stop:
                 self.step(batches)
                 profiler.step()
                 if self.steps_done == first:
                     set_timeout(self.config.comm.train_timeout_seconds, [None, *self.meshes.groups])
                 if self.steps_done % self.config.training.gc_freq == 0:
                     gc.collect(1)
-                if self.validation_due(self.steps_done):
-                    with self.metrics.paused():
-                        self.validate()
-                if self.checkpoints.due(self.steps_done, self.last_step):
-                    with self.metrics.paused():
-                        progress = Progress(self.steps_done, self.tokens_seen)
-                        self.checkpoints.save(progress, last=self.steps_done == self.last_step)
+                self.after_step()
         gc.enable()
         self.metrics.close()
-        self.say(closing_lines(self.job, self.steps_done, time.perf_counter() - begin))
+        seconds, finished = time.perf_counter() - begin, self.steps_done == self.last_step
+        if finished:
+            self.say(closing_lines(self.job, self.steps_done, seconds))
+        else:
+            self.say(stopped_lines(self.job, self.steps_done, self.requests.stop, seconds))
+        return finished
+
+    def after_step(self) -> None:
+        """Validate and save where the step just done asks for it."""
+        step, stop, loss = self.steps_done, self.requests.stop, None
+        last, stopping = step == self.last_step, stop is not None
+        if stopping and not last:
+            self.say(f"{stop}: the run stops after step {step}; a second signal ends it at once")
+        if self.requests.save_has_failed:
+            self.saves.finish()
+        with self.metrics.paused():
+            if self.validation_due(step):
+                loss = self.validate()
+            if self.saves.due(step, self.last_step, self.requests.save or stopping):
+                progress = Progress(step, self.tokens_seen)
+                self.saves.save(progress, last=last, stopping=stopping, validation_loss=loss)
+                self.tell_status()
 
     def validation_due(self, step: int) -> bool:
         section = self.config.validation
         return section.enable and (step % section.freq == 0 or step == self.last_step)
 
-    def validate(self) -> None:
+    def validate(self) -> float:
+        """Validate and log it; return the loss."""
         result = run_validation(self.model, self.validation_batches, self.device, self.meshes.dp_group)
         self.metrics.log_validation(
             self.steps_done,
@@ -250,6 +301,7 @@ class Trainer:
             tokens=result.tokens,
             seconds=result.seconds,
         )
+        return result.loss
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -258,40 +310,64 @@ def main(argv: Sequence[str] | None = None) -> int:
     if asks_for_help(words):
         print(f"{USAGE}\nEvery key of the file is described in docs/config.md.")
         return 0
+    status = RunStatus()
+    stop = StopSignals(status.ended_at_once)
+    with watched(stop):
+        try:
+            return supervised(words, stop, status)
+        finally:
+            status.release()
+
+
+def supervised(words: Sequence[str], stop: StopSignals, status: RunStatus) -> int:
+    """Train the run that `words` describe; return the exit code after reporting what ends it."""
     config = None
     try:
         config = load(words)
-        with first_error_speaks():
-            train(config)
+        with first_error_speaks(stop, status.failed):
+            return train(config, stop, status)
     except ConfigError as error:
-        report_and_exit(error if config is None else config.located(error))
-    except KeyboardInterrupt:
+        report_and_exit(error if config is None else config.located(error), stop, status.failed)
+    except KeyboardInterrupt as interrupt:
         if rank_from_env() == 0:
+            status.failed(interrupt)
             print("Interrupted", file=sys.stderr, flush=True)
         return 128 + signal.SIGINT
-    return 0
 
 
-def train(config: Config) -> None:
-    """Train to the last step of the run; every rank must call it."""
+def train(config: Config, stop: StopSignals, status: RunStatus) -> int:
+    """Train to the last step of the run, or a signal; return the exit code. Every rank must call it."""
     run = check(config, world_size_from_env())
     if (step := completed_step(run)) is not None:
         if rank_from_env() == 0:
+            status.finished_before(run.locked_folders, step)
             print(closing_lines(run, step, None), flush=True)
-        return
+        return 0
     comm = config.comm
     place = init_distributed(
         timeout_seconds=comm.init_timeout_seconds,
         trace_buffer=comm.trace_buf_size,
         trace_prefix=run.folder / comm.save_traces_folder / comm.save_traces_file_prefix,
     )
-    trainer = Trainer.build(run, place)
+    trainer = Trainer.build(run, place, stop, status)
     if place.rank == 0:
         write_config(run)
     parameters = sum(parameter.numel() for parameter in trainer.parameters.values())
     trainer.say(opening_lines(run, place.device, parameters, trainer.steps_done, trainer.last_step))
-    trainer.run()
+    finished = trainer.run()
+    if place.rank == 0:
+        status.write(*(("finished", "") if finished else ("preempted", trainer.requests.stop or "")))
     shutdown(place)
+    return 0 if finished else PREEMPTED_EXIT_CODE
+
+
+def take_folders(run: Run, status: RunStatus) -> None:
+    """Make this the only run in its folders; raise ConfigError on all ranks where another is in them."""
+    try:
+        first_rank(lambda: status.take(run.locked_folders))
+    except RanksFailedError as failed:
+        raise failed.explained(f"{run.folder}: could not be locked", "set another job.dump_folder") from None
+    status.join(run.folder)
 
 
 if __name__ == "__main__":

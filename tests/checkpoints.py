@@ -1,5 +1,6 @@
 """Small checkpoints for the tests of them, and ways to spoil them."""
 
+import random
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,6 +49,20 @@ def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
+
+
+def found_flips(folder: Path, flips: int) -> int:
+    """How many of so many flips of one bit, anywhere in the files of a checkpoint, are found."""
+    with_steps(folder, 1)
+    files, dice, found = sorted((folder / "step-1").iterdir()), random.Random(2), 0
+    for flip in range(flips):
+        file = files[flip % len(files)]
+        data = bytearray(whole := file.read_bytes())
+        data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+        file.write_bytes(data)
+        found += bool(manifest.verify(file.parent))
+        file.write_bytes(whole)
+    return found
 
 
 def seal_again(path: Path) -> None:

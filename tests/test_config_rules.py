@@ -58,6 +58,10 @@ RANGES = [
     ("checkpoint.enable", "checkpoint.folder", [""], ["x"]),
     ("checkpoint.enable", "checkpoint.keep_latest_k", [-1], [0, 1]),
     ("checkpoint.enable", "checkpoint.load_step", [-2], [-1, 0]),
+    ("checkpoint.enable", "checkpoint.interval_minutes", [-0.5], [0, 0.5]),
+    ("checkpoint.enable", "checkpoint.save_failures_allowed", [-1], [0, 1]),
+    ("checkpoint.enable", "checkpoint.keep_every_n_steps", [-1], [0, 1]),
+    ("checkpoint.enable validation.enable", "checkpoint.keep_best_k", [-1], [0, 1]),
     (
         "checkpoint.enable",
         "checkpoint.exclude_from_loading",
@@ -86,7 +90,7 @@ RANGES = [
 
 @pytest.mark.parametrize("switch, key, wrong, right", RANGES)
 def test_range(tmp_path: Path, switch: str, key: str, wrong: list, right: list) -> None:
-    switches = [switch] if switch else []
+    switches = switch.split()
     for value in wrong:
         found = faults(tmp_path, *switches, f"{key}={value}")
         assert len(found) == 1
@@ -207,10 +211,6 @@ REFUSED = {
         ["checkpoint.enable", "checkpoint.initial_load_in_hf_quantized"],
         "quantised weights are not read; load a checkpoint in bfloat16",
     ),
-    "checkpoint.async_mode": (
-        ["checkpoint.enable", "checkpoint.async_mode=async"],
-        'saving in the background is not there yet; only "disabled" so far',
-    ),
     "checkpoint.create_seed_checkpoint": (
         ["checkpoint.enable", "checkpoint.create_seed_checkpoint"],
         "not needed: with one seed every layout starts from the same weights; leave it out",
@@ -268,6 +268,10 @@ def test_keys_that_must_agree(tmp_path: Path) -> None:
         "lr_scheduler.total_steps = 9: must be at least training.steps (10); raise it or leave it out",
     )
     assert faults(tmp_path, "lr_scheduler.total_steps=10", "training.steps=10") == ()
+    assert faults(tmp_path, "checkpoint.enable", "checkpoint.keep_best_k=2") == (
+        "checkpoint.keep_best_k = 2: the best checkpoints are those of lowest validation loss; "
+        "set validation.enable, or 0",
+    )
     budget, compiled = "activation_checkpoint.mode=memory_budget", "compile.enable"
     rule = 'activation_checkpoint.mode = "memory_budget": only compiled blocks keep to a memory budget'
     for uncompiled in ([], [compiled, "compile.components=loss"]):
@@ -282,6 +286,45 @@ def test_switches_and_refusals_name_real_keys() -> None:
         for prefix in feature.prefixes:
             assert any(key.startswith(prefix) for key in all_keys())
     assert all(refusal.key in all_keys() for refusal in REFUSALS)
+
+
+TWO = 'data.sources=[{name = "a", path = "a.txt", weight = 3}, {name = "b", dataset = "stdlib"}]'
+MIXTURES = [
+    (('data.sources=[{name = "a", path = "x"}, {name = "a", path = "y"}]',), "each name must be there once"),
+    (('data.sources=[{name = "a"}]',), "a must have a path or a dataset, not both"),
+    (
+        ('data.sources=[{name = "a", path = "x", dataset = "stdlib"}]',),
+        "a must have a path or a dataset, not",
+    ),
+    (('data.sources=[{name = "a", path = "x", weight = 0}]',), "weights must be 0, or at least 1/4096 of"),
+    (('data.sources=[{name = "a", path = "x", weight = -1}]',), "weight must be at least 0"),
+    (
+        (TWO, "data.stages=[{step = 5, weights = {a = 1, b = 0.0001}}]"),
+        "weights must be 0, or at least 1/4096",
+    ),
+    ((TWO, "data.stages=[{step = 5, weights = {a = 1, c = 1}}]"), "must have a weight for each of a, b, and"),
+    ((TWO, "data.stages=[{step = 1, weights = {a = 1, b = 1}}]"), "step must be at least 2"),
+    (
+        (TWO, "data.stages=[{step = 5, weights = {a = 1, b = 1}}, {step = 5, weights = {a = 2, b = 1}}]"),
+        "steps must ascend",
+    ),
+    ((TWO, "training.dataset_path=x"), "[[data.sources]] says what is read; leave one of the two out"),
+    (("data.stages=[{step = 5, weights = {a = 1}}]",), "weights need [[data.sources]]"),
+    (("training.global_batch_size_schedule=[{step = 5, size = 8}]",), "must be set, to the size before"),
+    (("training.global_batch_size_schedule=[{step = 5, size = 0}]",), "size must be at least 1"),
+    (("data.samples=pack", "data.predict_first_token=false"), 'needs data.samples = "window"'),
+]
+
+
+@pytest.mark.parametrize("words, rule", MIXTURES)
+def test_a_mixture_that_cannot_be_is_refused(tmp_path: Path, words: tuple[str, ...], rule: str) -> None:
+    (fault,) = faults(tmp_path, *words)
+    assert f": {rule}" in fault
+
+
+def test_a_mixture_is_taken(tmp_path: Path) -> None:
+    stage = "data.stages=[{step = 5, weights = {a = 0, b = 1.0}}, {step = 6, weights = {a = 1, b = 2}}]"
+    assert faults(tmp_path, TWO, stage) == ()
 
 
 def test_files_of_hugging_face_hold_weights_only(tmp_path: Path) -> None:

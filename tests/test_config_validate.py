@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minititan.config import Config, ConfigError, Layout, load, validate
+from minititan.config.batches import BatchSizes
+from minititan.config.data import BatchSize
 from minititan.config.validate import divisors
 
 
@@ -49,16 +51,42 @@ SHARD = "parallelism__data_parallel_shard_degree"
 TP = "parallelism__tensor_parallel_degree"
 
 
+def batches(size: int, *changes: tuple[int, int]) -> BatchSizes:
+    return BatchSizes(((1, size), *changes))
+
+
 def test_layouts() -> None:
-    assert layout_of(1) == Layout(1, 1, 1, 1, 8, 1)
-    assert layout_of(8, **{TP: 2}) == Layout(8, 1, 4, 2, 32, 1)
+    assert layout_of(1) == Layout(1, 1, 1, 1, batches(8), 8)
+    assert layout_of(8, **{TP: 2}) == Layout(8, 1, 4, 2, batches(32), 8)
     hsdp = layout_of(16, **{REPLICATE: 2, SHARD: 4, TP: 2}, training__global_batch_size=128)
-    assert hsdp == Layout(16, 2, 4, 2, 128, 2)
-    assert hsdp.dp == 8
+    assert hsdp == Layout(16, 2, 4, 2, batches(128), 8)
+    assert hsdp.dp == 8 and hsdp.accumulation_steps(1) == 2
     replicated = layout_of(
         2, **{REPLICATE: 2, SHARD: 1}, training__local_batch_size=3, training__global_batch_size=18
     )
-    assert replicated == Layout(2, 2, 1, 1, 18, 3)
+    assert replicated == Layout(2, 2, 1, 1, batches(18), 3)
+
+
+def test_batch_sizes_change_at_their_steps() -> None:
+    sizes = batches(8, (4, 16), (5, 2))
+    assert [sizes.at(step) for step in range(1, 8)] == [8, 8, 8, 16, 2, 2, 2]
+    assert [sizes.run(step) for step in (1, 3, 4, 5, 100)] == [(8, 3), (8, 1), (16, 1), (2, None), (2, None)]
+    for first in range(1, 8):
+        for last in range(first - 1, 9):
+            samples = sum(sizes.at(step) for step in range(first, last + 1))
+            assert sizes.samples(first, last) == samples
+            assert sizes.steps(first, samples) == last - first + 1
+            assert sizes.steps(first, samples + sizes.at(last + 1) - 1) == last - first + 1
+
+
+def test_every_size_of_a_schedule_must_fit() -> None:
+    schedule = (BatchSize(step=3, size=24), BatchSize(step=9, size=32))
+    more = {"training__global_batch_size": 16, "training__global_batch_size_schedule": schedule}
+    (fault,) = faults_of(2, **more)
+    key, rule = fault.split(" = ", 1)
+    assert key == "training.global_batch_size_schedule"
+    assert "size 24 must be a multiple of local_batch_size (8) x data-parallel degree (2) = 16; " in rule
+    assert rule.endswith("nearest: 16 or 32")
 
 
 DEGREES = [
@@ -204,8 +232,8 @@ def test_global_batch() -> None:
     assert faults_of(8, **batch, training__global_batch_size=6) == [
         f"training.global_batch_size = 6: {rule}; nearest: 12, or -1"
     ]
-    assert layout_of(8, **batch, training__global_batch_size=36).accumulation_steps == 3
-    assert layout_of(8, **batch).global_batch_size == 12
+    assert layout_of(8, **batch, training__global_batch_size=36).accumulation_steps(1) == 3
+    assert layout_of(8, **batch).batch_sizes.at(1) == 12
 
 
 def test_vocabulary() -> None:

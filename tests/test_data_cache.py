@@ -11,17 +11,19 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from minititan.config import ConfigError
-from minititan.data import Tokens, build_tokenizer, open_tokens
-from minititan.data.shards import DamagedTokens, ShardWriter
-from minititan.data.sources import FileSource
+from minititan.data import Tokens, build_tokenizer, open_tokens, units
+from minititan.data.records import Form
+from minititan.data.tokens import DamagedTokens, open_prepared
 from tests.distributed.harness import run_ranks
 from tests.test_data_tokenizer import save_tokenizer
+from tests.token_sets import save_tokens
 
 BYTES = build_tokenizer("")
 
@@ -141,14 +143,14 @@ def test_full_disk_is_named_and_leaves_nothing_behind(place: Place, monkeypatch:
 
 def test_text_that_changes_meanwhile_is_refused(place: Place, monkeypatch: pytest.MonkeyPatch):
     path = place.write("a.txt", "before")
-    documents = FileSource.documents
+    records = units.Unit.records
 
-    def changing(self: FileSource, text_key: str) -> Iterator:
-        yield from documents(self, text_key)
+    def changing(self: units.Unit, form: Form, at: units.Place) -> Iterator:
+        yield from records(self, form, at)
         path.write_text("after this")
 
     with monkeypatch.context() as patch:
-        patch.setattr(FileSource, "documents", changing)
+        patch.setattr(units.Unit, "records", changing)
         with pytest.raises(ConfigError, match=r"changed while it was being prepared; start again"):
             place.open()
     assert place.folders() == []
@@ -194,53 +196,57 @@ def test_prepared_cache_may_be_read_only(place: Place, monkeypatch: pytest.Monke
     assert place.open().num_tokens == 10
 
 
-@pytest.mark.parametrize("file", ["00000.bin", "00000.starts.npy", "tokens.json"])
+@pytest.mark.parametrize("file", ["00000-000.bin", "00000-000.starts.npy", "tokens.json"])
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: os.truncate(path, 3)])
 def test_damaged_cache_is_prepared_again(place: Place, file: str, damage):
     place.write("a.txt", "some text")
     first = place.open()
     expected = all_tokens(first)
-    damage(first.folder / file)
+    folder = first.shards[0].path.parent
+    damage(folder / file)
     with pytest.raises(DamagedTokens):
-        Tokens(first.folder, "")
+        open_prepared(folder, "")
     second = place.open()
     assert all_tokens(second) == expected and second.fingerprint == first.fingerprint
     assert any("was damaged and is replaced" in line for line in place.said)
 
 
 def test_fingerprint_does_not_follow_shards(tmp_path: Path):
-    tokens = np.arange(1000)
-    starts = np.arange(0, 1000, 10)
+    tokens, starts = np.arange(1000), np.arange(0, 1000, 10)
     fingerprints = set()
-    for shard_tokens in (1, 95, 5000):
-        folder = tmp_path / str(shard_tokens)
-        folder.mkdir()
-        writer = ShardWriter(folder, 1000, "tokenizer", shard_tokens)
-        for begin in range(0, 1000, 250):
-            inside = starts[(starts >= begin) & (starts < begin + 250)] - begin
-            writer.write(tokens[begin : begin + 250], inside)
-        writer.finish()
-        read = Tokens(folder, "")
+    for cuts in ((), (10,), (10, 500, 990)):
+        read = save_tokens(tmp_path / str(cuts), tokens, starts, 1000, cuts)
         assert all_tokens(read) == tokens.tolist()
         assert read.document_starts(0, 1000).tolist() == starts.tolist()
         fingerprints.add(read.fingerprint)
     assert len(fingerprints) == 1
-    folder = tmp_path / "other boundaries"
-    folder.mkdir()
-    writer = ShardWriter(folder, 1000, "tokenizer")
-    writer.write(tokens, starts[:-1])
-    writer.finish()
-    assert Tokens(folder, "").fingerprint not in fingerprints
+    others = {
+        save_tokens(tmp_path / "one document less", tokens, starts[:-1], 1000).fingerprint,
+        save_tokens(tmp_path / "other bounds", tokens, np.append(starts[:-1], 991), 1000).fingerprint,
+        save_tokens(
+            tmp_path / "two exchanged", np.append(tokens[10:], tokens[:10]), starts, 1000
+        ).fingerprint,
+        save_tokens(tmp_path / "another type", tokens, starts, 1 << 17).fingerprint,
+    }
+    assert len(others | fingerprints) == 5
+
+
+def test_fingerprint_is_as_documented(tmp_path: Path):
+    """Written out plainly: the hash of each document, then a polynomial in B of degree n - 1 modulo P."""
+    tokens, starts = np.array([5, 6, 7, 8, 9]), np.array([0, 2, 3])
+    found = save_tokens(tmp_path, tokens, starts, 1000, (2,)).fingerprint
+    p, b = 2**255 - 19, int(sha256(b"minititan documents").hexdigest(), 16) % (2**255 - 19)
+    hashes = [int(sha256(np.array(d, "<u2").tobytes()).hexdigest(), 16) for d in ([5, 6], [7], [8, 9])]
+    total = (hashes[0] * b**2 + hashes[1] * b + hashes[2]) % p
+    assert found == sha256(f"<u2 3 {total:x}".encode()).hexdigest()
 
 
 @pytest.mark.parametrize("vocab_size, dtype", [(1 << 16, "<u2"), ((1 << 16) + 1, "<u4")])
 def test_largest_id_is_stored(tmp_path: Path, vocab_size: int, dtype: str):
-    writer = ShardWriter(tmp_path, vocab_size, "tokenizer")
-    writer.write(np.array([0, vocab_size - 1]), np.array([0]))
-    writer.finish()
+    read = save_tokens(tmp_path, np.array([0, vocab_size - 1]), np.array([0]), vocab_size)
     manifest = json.loads((tmp_path / "tokens.json").read_text())
     assert manifest["dtype"] == dtype and manifest["vocab_size"] == vocab_size
-    assert all_tokens(Tokens(tmp_path, "")) == [0, vocab_size - 1]
+    assert all_tokens(read) == [0, vocab_size - 1]
 
 
 @pytest.mark.parametrize("good", [True, False])
@@ -251,13 +257,13 @@ def test_waiting_processes_get_the_preparer_s_result(
     place.write("a.jsonl", '{"text": "some text"}' if good else "{")
     waiting = threading.Semaphore(0)
     calls: list[int] = []
-    documents = FileSource.documents
+    records = units.Unit.records
 
-    def slow(self: FileSource, text_key: str) -> Iterator:
+    def slow(self: units.Unit, form: Form, at: units.Place) -> Iterator:
         calls.append(1)
         for _ in range(3):
             assert waiting.acquire(timeout=30)
-        yield from documents(self, text_key)
+        yield from records(self, form, at)
 
     def say(line: str) -> None:
         if line.startswith("waiting for the process that prepares training.dataset_path"):
@@ -269,8 +275,8 @@ def test_waiting_processes_get_the_preparer_s_result(
         except ConfigError as error:
             return error.faults
 
-    monkeypatch.setattr(FileSource, "documents", slow)
-    monkeypatch.setattr("minititan.data.cache.QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(units.Unit, "records", slow)
+    monkeypatch.setattr("minititan.data.locks.QUIET_SECONDS", 0.0)
     with ThreadPoolExecutor(4) as pool:
         results = set(pool.map(start, range(4)))
     assert len(results) == 1 and len(calls) == 1
@@ -299,24 +305,54 @@ def test_ranks_prepare_once_and_share_a_fault(place: Place):
 
 KILLED = """
 import os, signal, sys
-from minititan.data import build_tokenizer, open_tokens
-from minititan.data.shards import ShardWriter
-ShardWriter.finish = lambda self: os.kill(os.getpid(), signal.SIGKILL)
+from minititan.data import build_tokenizer, open_tokens, prepare
+prepare.SHARD_BYTES = 1
+write, calls = prepare.write_json, []
+def killing(path, value):
+    calls.append(path)
+    if len(calls) == 4:  # the plan and two shards before
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(path, value)
+prepare.write_json = killing
 open_tokens("x", sys.argv[1], "train", build_tokenizer(""), cache_folder=sys.argv[2])
 """
 
 
-def test_killed_preparer_blocks_nobody(place: Place):
-    """What it left is removed by the next, also when that prepares other text."""
-    place.write("a.txt", "text\n" * 1000)
+def test_killed_preparer_blocks_nobody(place: Place, monkeypatch: pytest.MonkeyPatch):
+    """The next goes on with the shards that it left, which other text does not disturb."""
+    monkeypatch.setattr("minititan.data.prepare.SHARD_BYTES", 1)
+    for name in "abcd":
+        place.write(f"{name}.txt", name)
     kill = [sys.executable, "-c", KILLED, str(place.text), str(place.cache)]
     assert subprocess.run(kill, capture_output=True).returncode == -signal.SIGKILL
     (left,) = place.folders()
-    assert left.startswith(".tmp-") and any((place.cache / left).iterdir())
-    other = place.write("b.txt", "other")
-    place.open(other)
-    assert len(place.folders()) == 1 and place.folders() != [left]
-    assert place.open().num_documents == 2
+    assert left.startswith(".tmp-")
+    place.open(place.write("other", "other").rename(place.text.parent / "other.txt"))
+    assert left in place.folders()
+    read: list[int] = []
+    records = units.Unit.records
+
+    def counting(self: units.Unit, form: Form, at: units.Place) -> Iterator:
+        for found in records(self, form, at):
+            read.append(found[2].begin)
+            yield found
+
+    monkeypatch.setattr(units.Unit, "records", counting)
+    assert BYTES.decode(all_tokens(place.open())) == "abcd"
+    assert len(read) == 2 + 1  # c, d where c's shard ends, d
+    assert left not in place.folders()
+
+
+def test_old_leftovers_are_removed(place: Place):
+    place.write("a.txt", "a")
+    place.open()
+    left = place.cache / ".tmp-old"
+    left.mkdir()
+    place.open(place.write("b.txt", "b"))
+    assert left.exists()
+    os.utime(left, (1, 1))
+    place.open(place.write("c.txt", "c"))
+    assert not left.exists()
 
 
 def test_standard_library_is_prepared_quickly(tmp_path: Path):

@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,8 @@ from hypothesis import strategies as st
 from minititan.config import ConfigError
 from minititan.data import check_source
 from minititan.data.encode import Piece, encode, pieces_of
-from minititan.data.sources import Source, StdlibSource, resolve_source
+from minititan.data.records import BadRecord, Form, Record
+from minititan.data.sources import FileSource, Source, resolve_source
 from minititan.data.tokenizer import ByteTokenizer
 
 
@@ -23,8 +25,19 @@ def source(path: Path | str) -> Source:
     return resolve_source("mine", str(path), "train")
 
 
-def texts(path: Path | str, text_key: str = "text") -> list[str]:
-    return ["".join(document) for document in source(path).documents(text_key)]
+def texts(path: Path | str, text_key: str = "text", txt_lines: bool = False) -> list[str]:
+    """The documents; raises the ConfigError of a bad one."""
+    return documents_of(source(path), Form(text_key, txt_lines))
+
+
+def documents_of(found: Source, form: Form) -> list[str]:
+    documents = []
+    for span in found.spans(form):
+        for record in span.read(span, form):
+            if isinstance(record, BadRecord):
+                raise record.error()
+            documents.append("".join(record.blocks))
+    return documents
 
 
 @pytest.mark.parametrize(
@@ -48,7 +61,7 @@ def texts(path: Path | str, text_key: str = "text") -> list[str]:
             "validation.dataset_path: not a form of data that is read; files that are read: .j",
         ),
         ("stdlib", "empty", "validation.dataset_path: the folder holds no file that is read"),
-        ("stdlib", "mixed", "b.parquet is a form of data that is not read"),
+        ("stdlib", "mixed", "b.csv is a form of data that is not read"),
         ("c4_test", None, "validation.dataset: is read from local files"),
     ],
 )
@@ -61,7 +74,7 @@ def test_wrong_names_and_paths(
     Path("empty/.hidden/a.txt").write_text("a")
     Path("mixed").mkdir()
     Path("mixed/a.txt").write_text("a")
-    Path("mixed/b.parquet").write_bytes(b"PAR1")
+    Path("mixed/b.csv").write_text("a,b")
     with pytest.raises(ConfigError) as error:
         check_source(dataset, path, section="validation")
     assert words in str(error.value)
@@ -70,7 +83,7 @@ def test_wrong_names_and_paths(
 def test_set_that_must_be_downloaded_names_the_extra(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(
-        ConfigError, match=r"'datasets' package.*pip install 'minititan\[hf\]', or set training"
+        ConfigError, match=r"'datasets' package.*pip install 'minititan\[hf\]', or set a dataset_path"
     ):
         check_source("c4", None)
 
@@ -95,13 +108,12 @@ def test_downloaded_set(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
     c4 = resolve_source("c4_validation", None, "validation", section="validation")
     found = []
+    (span,) = c4.spans(Form())
     with pytest.raises(ConfigError, match=r'validation.dataset = "c4_validation": cannot be .* \(no route\)'):
-        found.extend("".join(document) for document in c4.documents("text"))
+        found.extend("".join(r.blocks) for r in span.read(span, Form()) if isinstance(r, Record))
     assert found == ["one", "two"]
-    with pytest.raises(
-        ConfigError, match=r'"c4_validation": row 0 has no text under \'body\'; set data.text_key'
-    ):
-        list(c4.documents("body"))
+    with pytest.raises(ConfigError, match=r"^hf:allenai/c4:row 0: no text under 'body'; set data.text_key"):
+        documents_of(c4, Form("body"))
     assert c4.content_hash() != c4.content_hash()
 
 
@@ -150,7 +162,7 @@ def test_damaged_gzip_is_named(tmp_path: Path, damage):
     file.write_bytes(damage(gzip.compress(os.urandom(100).hex().encode())))
     with pytest.raises(ConfigError) as error:
         texts(file)
-    assert str(error.value).startswith(f"{file}: damaged gzip file (")
+    assert str(error.value).startswith(f"{file}: damaged gzip file before byte ")
 
 
 def test_file_that_vanished_is_named(tmp_path: Path):
@@ -158,7 +170,7 @@ def test_file_that_vanished_is_named(tmp_path: Path):
     file.write_text("a")
     gone = source(file)
     file.unlink()
-    for call in (gone.identity, gone.content_hash, lambda: ["".join(d) for d in gone.documents("text")]):
+    for call in (gone.identity, gone.content_hash, lambda: documents_of(gone, Form())):
         with pytest.raises(ConfigError) as error:
             call()
         assert str(error.value).startswith(f"{file}: cannot be read (No such file or directory)")
@@ -205,9 +217,10 @@ def test_stdlib_splits_share_no_file_and_hold_no_packages():
     sizes: list[int] = []
     for split in ("train", "validation"):
         stdlib = resolve_source("stdlib", None, split)
-        assert isinstance(stdlib, StdlibSource)
-        names.append(set(stdlib.names))
-        sizes.append(sum(len(block) for document in stdlib.documents("text") for block in document))
+        assert isinstance(stdlib, FileSource)
+        root = Path(sysconfig.get_paths()["stdlib"])
+        names.append({path.relative_to(root).as_posix() for path, _ in stdlib.files})
+        sizes.append(sum(map(len, documents_of(stdlib, Form()))))
     train, held_out = names
     assert sizes[0] > 5_000_000 and 0.01 < sizes[1] / sizes[0] < 0.2
     assert train and held_out and not train & held_out
@@ -256,10 +269,11 @@ def test_documents_are_framed_and_empty_ones_left_out(
     monkeypatch.setattr("minititan.data.encode.PIECE_CHARACTERS", 7)
     found: list[int] = []
     found_starts: list[int] = []
-    for tokens, offsets in encode(
-        ([d] for d in documents), ByteTokenizer(), add_bos=add_bos, add_eos=add_eos
-    ):
-        assert tokens.dtype == "<u2"
-        found_starts += [len(found) + int(offset) for offset in offsets]
-        found += tokens.tolist()
+    read = text_bytes = 0
+    for batch in encode(([d] for d in documents), ByteTokenizer(), add_bos=add_bos, add_eos=add_eos):
+        assert batch.tokens.dtype == "<u2"
+        found_starts += [len(found) + int(offset) for offset in batch.starts]
+        found += batch.tokens.tolist()
+        read, text_bytes = read + batch.documents, text_bytes + batch.text_bytes
     assert found == expected and found_starts == starts
+    assert (read, text_bytes) == (4, sum(len(d.encode()) for d in documents))

@@ -23,6 +23,7 @@ from minititan.distributed import (
     thread_share,
     world_size_from_env,
 )
+from minititan.signals import StopSignals
 from tests.distributed.harness import run_ranks
 
 CPU = torch.device("cpu")
@@ -76,8 +77,7 @@ def test_rank_zero_prints_each_fault_and_exits_two(no_launcher, capsys):
 def test_another_rank_waits_then_prints_if_nobody_ended_it(no_launcher, capsys):
     waited = []
     no_launcher.setenv("RANK", "3")
-    no_launcher.setattr(distributed.time, "sleep", waited.append)
-    no_launcher.setattr(distributed.signal, "signal", lambda *_: None)
+    no_launcher.setattr(StopSignals, "wait_to_be_ended", lambda self, seconds: waited.append(seconds))
     with pytest.raises(SystemExit) as caught:
         report_and_exit(ConfigError("only rank 3 sees this"))
     assert (caught.value.code, waited) == (2, [60.0])

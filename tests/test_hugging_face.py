@@ -202,7 +202,7 @@ def first_batches(words: list[str], count: int) -> list[dict[str, torch.Tensor]]
 
     run = check(load(words), 1)
     meshes: Any = SimpleNamespace(dp_rank=0)
-    batches = iter(build.train_loader_of(run, build.tokens_of(run, "training"), meshes))
+    batches = iter(build.train_loader_of(run, meshes))
     return [next(batches) for _ in range(count)]
 
 

@@ -12,10 +12,11 @@ PACKAGE = Path(minititan.__file__).parent
 # A unit imports from lower levels and its own, never from higher ones; units of one level form no cycle.
 LEVELS = [
     {"config"},
-    {"models", "distributed", "faults"},
+    {"models", "distributed", "faults", "run_status", "signals"},
     {"checkpoint", "data", "optimizer", "loss", "metrics", "sinks", "profiling", "registry", "parallelisms"}
-    | {"gradients", "guard", "hugging_face", "init", "loss_scale", "muon"},
-    {"train", "build", "commands", "run", "report", "resume", "validate", "generate", "plan"},
+    | {"gradients", "guard", "hugging_face", "init", "loss_scale", "muon", "step_requests"},
+    {"train", "build", "commands", "run", "report", "resume", "saving", "validate", "generate", "plan"}
+    | {"prepare", "inspect_data"},
     {"__main__"},
 ]
 LEVEL = {unit: level for level, units in enumerate(LEVELS) for unit in units}

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import pytest
 from minititan.checkpoint import manifest
 from minititan.checkpoint.manifest import COMMIT, File, Manifest, TensorInfo
 from minititan.config import ConfigError
-from tests.checkpoints import with_steps
+from tests.checkpoints import found_flips
 
 USE_ANOTHER = "; use another checkpoint"
 OTHER_BYTES = "damaged (its SHA-256 is not that of what was saved)"
@@ -149,20 +148,8 @@ def test_every_file_is_named_at_once(folder: Path):
     ]
 
 
-def test_every_single_bit_flip_of_a_real_checkpoint_is_found(tmp_path: Path):
-    with_steps(tmp_path, 1)
-    path = tmp_path / "step-1"
-    files, dice = sorted(path.iterdir()), random.Random(0)
-    assert len(files) == 4
-    for flip in range(60):
-        file = files[flip % len(files)]
-        data = bytearray(whole := file.read_bytes())
-        data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
-        file.write_bytes(data)
-        faults = manifest.verify(path)
-        assert len(faults) == 1 and faults[0].startswith(f"{file}: "), flip
-        file.write_bytes(whole)
-    assert manifest.verify(path) == []
+def test_60_of_60_bit_flips_in_a_real_checkpoint_are_found(tmp_path: Path):
+    assert found_flips(tmp_path, 60) == 60
 
 
 def test_what_was_written_is_read(folder: Path):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from minititan.checkpoint import manifest
-from minititan.checkpoint.manifest import Manifest
+from minititan.checkpoint.manifest import File, Manifest
 from minititan.config import load
 from minititan.report import closing_lines
 from minititan.resume import completed_step
@@ -32,6 +32,19 @@ def test_a_checkpoint_past_the_last_step_is_named_and_gone_on_from(tmp_path: Pat
     lines = closing_lines(run, 200, None)
     assert "step 200 is past training.steps = 5; nothing was done" in lines
     assert lines.endswith("--training.steps 300")
+
+
+def test_a_last_step_that_is_not_whole_is_not_the_end(tmp_path: Path):
+    save_nothing_as(tmp_path, 3)
+    path = tmp_path / "checkpoint" / "step-5"
+    path.mkdir()
+    short = ("--training.steps=3", "--lr_scheduler.warmup_steps=1")
+    assert completed_step(checked(tmp_path, *short)) is None  # it has no manifest
+    lost = File(size=1, sha256="")
+    manifest.write(path, Manifest(step=5, files={"lost": lost}, tensors={}, model={}, layout={}, versions={}))
+    assert completed_step(checked(tmp_path, *short)) is None
+    path.rename(tmp_path / "elsewhere")
+    assert completed_step(checked(tmp_path, *short)) == 3
 
 
 def test_a_load_step_at_the_end_leaves_nothing_to_do(tmp_path: Path):

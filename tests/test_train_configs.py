@@ -31,6 +31,6 @@ def test_loads_and_fits(name):
             tensor_parallel_plan=spec.tensor_parallel_plan is not None,
             vocab_size=vocab_size,
         )
-        ranks_of_a_step = layout.dp * layout.accumulation_steps * config.training.local_batch_size
+        ranks_of_a_step = layout.dp * layout.accumulation_steps(1) * config.training.local_batch_size
         assert layout.dp * layout.tp == world_size
         assert ranks_of_a_step == config.training.global_batch_size

@@ -1,6 +1,7 @@
 """One answer on all ranks: what fails on some of them is the same error on all.
 
 Without it a rank that fails alone (its disk is full, say) leaves the others waiting in their next collective.
+A `group` holds all ranks, like the default one: a save in the background has its own.
 """
 
 import traceback
@@ -73,34 +74,34 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def gather(value: T) -> list[T]:
+def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """The values of all ranks, in rank order, on all ranks."""
     if not dist.is_initialized():
         return [value]
     values = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 
 @contextmanager
-def agreed() -> Iterator[None]:
+def agreed(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """A block that all ranks run: when it raises on any of them, it raises RanksFailedError on all."""
     failure = None
     try:
         yield
     except Exception as error:
         failure = Failure.of(rank(), error)
-    failures = [each for each in gather(failure) if each is not None]
+    failures = [each for each in gather(failure, group) if each is not None]
     if failures:
         raise RanksFailedError(failures)
 
 
-def first_rank(work: Callable[[], T]) -> T:
+def first_rank(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Runs `work` on rank 0 alone and gives its result, or its error, to all ranks, which all must call."""
     results: list[Any] = [None]
-    with agreed():
+    with agreed(group):
         if rank() == 0:
             results = [work()]
     if dist.is_initialized():
-        dist.broadcast_object_list(results, src=0)
+        dist.broadcast_object_list(results, src=0, group=group)
     return results[0]

@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from minititan.checkpoint import contents, folder, manifest
 from minititan.checkpoint.agreement import RanksFailedError, agreed, first_rank, gather, rank, world_size
 from minititan.checkpoint.manifest import COMMIT, TRAIN_STATE, WAY_OUT, Manifest, TensorInfo
+from minititan.checkpoint.retention import Keep
 from minititan.checkpoint.storage import read_metadata, read_tensors, write_tensors
 from minititan.config import ConfigError
 
@@ -27,7 +29,7 @@ class Verified:
 
 
 class Checkpointer:
-    """The checkpoints of a folder, of which the newest `keep_latest_k` stay (0: all).
+    """The checkpoints of a folder, of which those stay that `Keep` wants.
 
     Loading compares the sizes of all files with what was saved and, with `hashes`, their SHA-256.
     """
@@ -40,9 +42,11 @@ class Checkpointer:
         rank: int,
         say: Callable[[str], None] = print,
         hashes: bool = True,
+        keep_every_n_steps: int = 0,
+        keep_best_k: int = 0,
     ) -> None:
         self.folder = Path(path)
-        self._keep_latest_k = keep_latest_k
+        self._keep = Keep(keep_latest_k, keep_every_n_steps, keep_best_k)
         self._rank = rank
         self._say = say
         self._hashes = hashes
@@ -117,20 +121,23 @@ class Checkpointer:
         *,
         model: Mapping[str, Any] | None = None,
         layout: Mapping[str, Any] | None = None,
+        group: ProcessGroup | None = None,
         read: Callable[[str], Tensor] | None = None,
     ) -> None:
         """Saves a step; `train_state` (JSON, the same on all ranks) lies beside the tensors.
 
-        `model` and `layout` say what it is of; with `read`, `tensors` are meta tensors whose values it gives
-        when they are written. On any failure all ranks raise the same error, the folder
+        `model` and `layout` say what it is of. On any failure all ranks raise the same error, the folder
         has no `step-N` of this save, and earlier checkpoints are as they were. A `step-N` that is there
-        already is moved aside.
+        already is moved aside. `group`: of all ranks, for a save beside other communication. With `read`,
+        which gives their values when they are written, `tensors` are meta tensors.
         """
         try:
-            temporary = first_rank(lambda: folder.begin(self.folder, step))
+            # With pipeline stages ranks have other tensors, else the same.
+            needed = sum(dict(gather(contents.space(tensors), group)).values())
+            temporary = first_rank(lambda: folder.begin(self.folder, step, needed), group)
             try:
-                infos, own_files = write_tensors(temporary, tensors, read)
-                files = {name: file for files in gather(own_files) for name, file in files.items()}
+                infos, own_files = write_tensors(temporary, tensors, group, read)
+                files = {name: file for part in gather(own_files, group) for name, file in part.items()}
                 written = Manifest(
                     step=step,
                     files=files,
@@ -139,7 +146,7 @@ class Checkpointer:
                     layout={"world_size": world_size()} | dict(layout or {}),
                     versions={"minititan": version("minititan"), "torch": str(torch.__version__)},
                 )
-                first_rank(lambda: folder.commit(temporary, self.folder, written, train_state))
+                first_rank(lambda: folder.commit(temporary, self.folder, written, train_state), group)
             except BaseException:
                 if self._rank == 0:
                     shutil.rmtree(temporary, ignore_errors=True)
@@ -157,10 +164,11 @@ class Checkpointer:
 
     def _retain(self, step: int) -> None:
         try:
-            folder.retain(self.folder, self._keep_latest_k, step)
-        except OSError as error:
+            folder.retain(self.folder, self._keep, step)
+        except (OSError, ConfigError) as error:
             # The step is safe: what could not be removed is tried again after the next save.
-            self._say(f"{self.folder}: an old checkpoint could not be removed ({error.strerror})")
+            cause = error.strerror if isinstance(error, OSError) else error
+            self._say(f"{self.folder}: an old checkpoint could not be removed ({cause})")
 
     def load(
         self,

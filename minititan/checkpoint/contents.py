@@ -18,6 +18,7 @@ OTHER_OPTIMIZER = (
 )
 OTHER_DTYPE = "use the training.dtype that it was saved with"
 _NAMES_SHOWN = 5
+_RECORD_BYTES = 2048  # of a tensor beside its values, in a shard and in the metadata; about
 
 
 @dataclass
@@ -121,3 +122,9 @@ def _way_out(missing: Iterable[str], saved: Collection[str]) -> str:
             'or checkpoint.exclude_from_loading = ["optimizer"]'
         )
     return other_part(missing)
+
+
+def space(tensors: Mapping[str, Tensor]) -> tuple[str, int]:
+    """The bytes that these tensors, whole, take on the disk, under a name that depends on their keys."""
+    needed = sum(tensor.numel() * tensor.itemsize + _RECORD_BYTES for tensor in tensors.values())
+    return f"{min(tensors, default='')} and {len(tensors)} more", needed

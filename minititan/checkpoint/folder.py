@@ -20,6 +20,7 @@ from typing import Any
 from minititan import faults
 from minititan.checkpoint import manifest
 from minititan.checkpoint.manifest import COMMIT, TRAIN_STATE, File, Manifest
+from minititan.checkpoint.retention import Keep, steps_to_remove
 from minititan.config import ConfigError
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
@@ -92,12 +93,16 @@ def check_checkpoint(path: Path, name: str | None = None) -> None:
     manifest.read(path)
 
 
-def begin(folder: Path, step: int) -> Path:
-    """Makes the folder that a step is written to, after removing what torn saves have left."""
+def begin(folder: Path, step: int, needed_bytes: int = 1) -> Path:
+    """Makes the folder that a step is written to, after removing what torn saves have left.
+
+    Raises ConfigError when the disk has no room for `needed_bytes` then.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for entry in folder.iterdir():
         if _LEFT_BEHIND.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
+    check_writable("checkpoint.folder", folder, needed_bytes)
     temporary = _temporary(folder, f"step-{step}")
     temporary.mkdir()
     faults.point("checkpoint.begin")
@@ -142,11 +147,9 @@ def move_aside(folder: Path, step: int) -> str:
     return aside.name
 
 
-def retain(folder: Path, keep_latest_k: int, just_saved: int) -> None:
-    """Removes all but the newest `keep_latest_k` checkpoints (0: keeps all), never the one just saved."""
-    others = [step for step in committed_steps(folder) if step != just_saved]
-    surplus = others[: max(len(others) - (keep_latest_k - 1), 0)] if keep_latest_k > 0 else []
-    for step in surplus:
+def retain(folder: Path, keep: Keep, just_saved: int) -> None:
+    """Removes the checkpoints that no rule of `keep` wants, never the one just saved."""
+    for step in steps_to_remove(keep, validation_losses(folder), just_saved):
         remove_step(folder, step)
 
 

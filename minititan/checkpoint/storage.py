@@ -12,12 +12,13 @@ import os
 import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup, is_initialized
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
@@ -231,7 +232,10 @@ def read_metadata(path: Path, manifest: Manifest) -> Metadata:
 
 
 def write_tensors(
-    path: Path, tensors: Mapping[str, Tensor], read: Callable[[str], Tensor] | None = None
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    group: ProcessGroup | None = None,
+    read: Callable[[str], Tensor] | None = None,
 ) -> tuple[dict[str, TensorInfo], dict[str, File]]:
     """Writes the shards of all ranks into an existing folder; all ranks must call it.
 
@@ -242,7 +246,7 @@ def write_tensors(
     detached = {key: tensor.detach() for key, tensor in tensors.items()}
     writer = _Writer(path)
     with _dcp():
-        metadata = save(detached, storage_writer=writer, planner=_SavePlanner(read))
+        metadata = save(detached, storage_writer=writer, planner=_SavePlanner(read), process_group=group)
     return _infos(metadata), writer.fs.written
 
 
@@ -268,8 +272,10 @@ def read_tensors(path: Path, metadata: Metadata, tensors: Mapping[str, Tensor], 
 
 @contextmanager
 def _dcp() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    with ExitStack() as stack:
+        if not is_initialized():  # in a run there is a group, and filters belong to all of its threads
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
             yield
         except CheckpointException as error:  # a BaseException: `except Exception` would let it through

@@ -18,6 +18,8 @@ class Checkpoint(Section):
     """Folder of the checkpoints, under `job.dump_folder`."""
     interval: Positive = 500
     """Steps from one checkpoint to the next; the last step is always saved."""
+    interval_minutes: Annotated[float, Range(low=0)] = 0.0
+    """Own key. Minutes from a save, or the start, to the next one, besides `interval`; 0: no such rule."""
     initial_load_path: OptionalText = None
     """A `step-N` folder to start from where the run has no checkpoint of its own; unset or empty: none."""
     initial_load_model_only: bool = True
@@ -35,9 +37,19 @@ class Checkpoint(Section):
     export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
     """Type of the weights saved under `last_save_model_only`."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-    """Save in the background; only "disabled" so far."""
+    """Save in the background: training waits only while the tensors are copied to memory of the CPU, which is
+    kept for the next save; "async_with_pinned_mem": to pinned memory where there is a GPU.
+    """
+    save_failures_allowed: Natural = 0
+    """Own key. Failed saves in a row that a run goes on after, with a warning; the last save must succeed."""
     keep_latest_k: Natural = 10
-    """Checkpoints that are kept; 0: all."""
+    """Newest checkpoints that are kept; 0: all."""
+    keep_every_n_steps: Natural = 0
+    """Own key. Keep the checkpoints of steps that it divides, besides the newest; 0: no such rule."""
+    keep_best_k: Natural = 0
+    """Own key. Keep so many of lowest validation loss, besides the newest, of those that were saved at a step
+    with a validation; 0: no such rule.
+    """
     load_step: Annotated[int, Range(low=0, special=-1)] = -1
     """Step to resume from; -1: the newest that is whole. Left in a file it counts at every restart."""
     verify: Literal["hashes", "sizes"] = "hashes"

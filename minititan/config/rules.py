@@ -6,12 +6,13 @@ A feature has one switch. While it is off, its other keys may have any value of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from fractions import Fraction
 from typing import NamedTuple
 
 from minititan.config.error import closest, literal
-from minititan.config.fields import INT64_MAX, Choices, Mark, marks
-from minititan.config.schema import Config, ParamGroup, all_keys
+from minititan.config.fields import INT64_MAX, Choices, Mark, Section, marks
+from minititan.config.schema import Config, all_keys
 
 
 class Feature(NamedTuple):
@@ -138,7 +139,6 @@ REFUSALS = (
         "quantised weights are not read",
         "load a checkpoint in bfloat16",
     ),
-    _not_yet("checkpoint.async_mode", "saving in the background", "disabled", _checkpoints),
     Refusal(
         "checkpoint.create_seed_checkpoint",
         lambda c: c.checkpoint.enable and c.checkpoint.create_seed_checkpoint,
@@ -190,7 +190,9 @@ def key_faults(config: Config) -> list[str]:
             faults[key] = [
                 config.fault(key, _rule(value, mark), _nearest_choice(value, mark)) for mark in broken
             ]
-    faults["optimizer.param_groups"] = list(_group_faults(config))
+        if isinstance(value, tuple):
+            tables = (table for table in value if isinstance(table, Section))
+            faults[key] = [*faults.get(key, ()), *(f for t in tables for f in _table_faults(config, key, t))]
     option = config.activation_checkpoint.selective_ac_option
     if config.activation_checkpoint.mode == "selective" and option != "op" and not _is_positive(option):
         rule = 'must be "op", or a positive integer N for every N-th block'
@@ -201,13 +203,12 @@ def key_faults(config: Config) -> list[str]:
     return [fault for found in faults.values() for fault in found] + refused
 
 
-def _group_faults(config: Config) -> Iterator[str]:
-    """The faults of single keys inside `[[optimizer.param_groups]]`."""
-    for group in config.optimizer.param_groups:
-        for name, field in ParamGroup.model_fields.items():
-            if (value := getattr(group, name)) is not None:
-                for broken in (mark for mark in marks(field) if not mark.allows(value)):
-                    yield config.fault("optimizer.param_groups", f"{name} {broken.rule()}")
+def _table_faults(config: Config, key: str, table: Section) -> Iterator[str]:
+    """The faults of single keys inside a table of a list, such as `[[optimizer.param_groups]]`."""
+    for name, field in type(table).model_fields.items():
+        if (value := getattr(table, name)) is not None:
+            for broken in (mark for mark in marks(field) if not mark.allows(value)):
+                yield config.fault(key, f"{name} {broken.rule()}")
 
 
 def _is_positive(text: str) -> bool:
@@ -243,6 +244,9 @@ def relation_faults(config: Config) -> list[str]:
         rule = "only compiled blocks keep to a memory budget"
         way_out = 'set compile.enable with "model" among compile.components, or use "selective"'
         faults.append(config.fault("activation_checkpoint.mode", rule, way_out))
+    if config.checkpoint.enable and config.checkpoint.keep_best_k > 0 and not config.validation.enable:
+        rule = "the best checkpoints are those of lowest validation loss"
+        faults.append(config.fault("checkpoint.keep_best_k", rule, "set validation.enable, or 0"))
     dtype, state = config.training.dtype, config.optimizer.state_dtype
     if config.training.mixed_precision_param == "float16" and dtype != "float32":
         rule = f'needs training.dtype = "float32", not "{dtype}"'
@@ -256,7 +260,52 @@ def relation_faults(config: Config) -> list[str]:
     if total_steps is not None and total_steps < config.training.steps:
         rule = f"must be at least training.steps ({config.training.steps})"
         faults.append(config.fault("lr_scheduler.total_steps", rule, "raise it or leave it out"))
-    return faults
+    return [*faults, *data_faults(config)]
+
+
+def data_faults(config: Config) -> Iterator[str]:
+    """The faults of a mixture and of what changes at a step."""
+    data, names = config.data, [source.name for source in config.data.sources]
+    if len(set(names)) < len(names):
+        yield config.fault("data.sources", "each name must be there once")
+    for source in data.sources:
+        if bool(source.path) == bool(source.dataset):
+            yield config.fault("data.sources", f"{source.name} must have a path or a dataset, not both")
+    for key in ("training.dataset", "training.dataset_path"):
+        if data.sources and config.value(key) and config.where(key) != "default":
+            yield config.fault(key, "[[data.sources]] says what is read", "leave one of the two out")
+    if data.stages and not data.sources:
+        yield config.fault("data.stages", "weights need [[data.sources]]")
+    mixtures = [("data.sources", {source.name: source.weight for source in data.sources})]
+    mixtures += [("data.stages", stage.weights) for stage in data.stages]
+    for key, weights in mixtures:
+        if data.sources and set(weights) != set(names):
+            yield config.fault(key, f"must have a weight for each of {', '.join(names)}, and for no other")
+        elif data.sources and not _mixable(weights.values()):
+            rule = f"weights must be 0, or at least 1/{SMALLEST_SHARE} of their sum, and not all 0"
+            yield config.fault(key, rule)
+    for key, tables in (
+        ("data.stages", data.stages),
+        ("training.global_batch_size_schedule", config.training.global_batch_size_schedule),
+    ):
+        steps = [table.step for table in tables]
+        if steps != sorted(set(steps)):
+            yield config.fault(key, "steps must ascend")
+    if config.training.global_batch_size_schedule and config.training.global_batch_size == -1:
+        rule = "must be set, to the size before the first change of the schedule"
+        yield config.fault("training.global_batch_size", rule)
+    if not data.predict_first_token and data.samples != "window":
+        rule = f'needs data.samples = "window": "{data.samples}" never predicts it'
+        yield config.fault("data.predict_first_token", rule, "leave it out")
+
+
+SMALLEST_SHARE = 4096  # the mixture's block
+
+
+def _mixable(weights: Iterable[float]) -> bool:
+    fractions = [Fraction(str(weight)) for weight in weights]
+    total = sum(fractions)
+    return total > 0 and all(w == 0 or w * SMALLEST_SHARE >= total for w in fractions) and min(fractions) >= 0
 
 
 def _hugging_face_faults(config: Config) -> Iterator[str]:

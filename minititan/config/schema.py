@@ -1,8 +1,9 @@
 """Every section and key of a run's TOML file, with its type, default and meaning: the manual.
 
 Names, types and defaults are those of TorchTitan 0.2.2; where a default differs or a key is our own, the text
-beside it says so. Sections on parallelism and execution are in `execution.py`, the one on checkpoints in
-`checkpointing.py`, those of features still to come in `later.py`. `docs/config.md` is made from these files.
+beside it says so. Sections on parallelism and execution are in `execution.py`, those on checkpoints and on
+data in `checkpointing.py` and `data.py`, those of features still to come in `later.py`. `docs/config.md` is
+made from these files.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr
 from pydantic.fields import FieldInfo
 
 from minititan.config.checkpointing import Checkpoint
+from minititan.config.data import BatchSize, Data
 from minititan.config.error import ConfigError, fault_line
 from minititan.config.execution import ActivationCheckpoint, Comm, Compile, Parallelism
 from minititan.config.fields import (
@@ -200,11 +202,15 @@ class Training(Section):
     dataset: Text = "stdlib"
     """Data set: "stdlib" (built in) or a name such as "c4". (TorchTitan: "c4_test".)"""
     dataset_path: OptionalText = None
-    """Local file, folder or glob that is used instead of a download; unset or empty: none."""
+    """File, folder, glob or `hf:NAME` of text, folder of `minititan prepare`, or token files (.bin and .idx,
+    .npy); used in place of `dataset`; unset or empty: none."""
     local_batch_size: Positive = 8
     """Sequences in a micro-batch of one data-parallel rank."""
     global_batch_size: Annotated[int, Range(low=1, special=-1)] = -1
     """Sequences in a step over all ranks; -1: `local_batch_size` x data-parallel degree (no accumulation)."""
+    global_batch_size_schedule: Annotated[tuple[BatchSize, ...], BeforeValidator(tuples)] = ()
+    """Own key, `[[training.global_batch_size_schedule]]`: tables with a `step` and the `size` of the global
+    batch from that step on; `global_batch_size` before."""
     seq_len: Positive = 2048
     """Tokens in a sequence."""
     max_norm: Annotated[float, Range(low=0)] = 1.0
@@ -249,7 +255,8 @@ class Validation(Section):
     dataset: Text = "c4_validation"
     """Data set; "stdlib" is the held-out part of the built-in data."""
     dataset_path: OptionalText = None
-    """Local file, folder or glob that is used instead of a download; unset or empty: none."""
+    """File, folder, glob or `hf:NAME` of text, folder of `minititan prepare`, or token files (.bin and .idx,
+    .npy); used in place of `dataset`; unset or empty: none."""
     local_batch_size: Positive = 8
     """Sequences in a batch of one data-parallel rank."""
     seq_len: Positive = 2048
@@ -282,21 +289,6 @@ class Debug(Section):
     """Own key. Steps of that median, those left out not counted; the rule begins when there are so many."""
     moe_force_load_balance: bool = False
     """Send the same number of tokens to each expert; only false so far."""
-
-
-class Data(Section):
-    """Own section: how text becomes prepared tokens, and how often they are used."""
-
-    cache_folder: OptionalText = None
-    """Folder of prepared tokens; shared storage on several nodes; unset or empty: the user's cache folder."""
-    text_key: Text = "text"
-    """Key of the text in a JSON line."""
-    add_bos: bool = False
-    """Begin each document with the tokenizer's beginning-of-sequence id."""
-    add_eos: bool = True
-    """End each document with the tokenizer's end-of-sequence id."""
-    repeat: bool = True
-    """Go through the data again, in a new order, when all of it was used; false: the run ends there."""
 
 
 class Config(Section):

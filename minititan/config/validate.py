@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from minititan.config.batches import BatchSizes
 from minititan.config.error import ConfigError
 from minititan.config.rules import key_faults, relation_faults
 from minititan.config.schema import Config
@@ -25,13 +26,17 @@ class Layout:
     dp_replicate: int
     dp_shard: int
     tp: int
-    global_batch_size: int
-    accumulation_steps: int
+    batch_sizes: BatchSizes
+    micro_batch_size: int
 
     @property
     def dp(self) -> int:
         """The data-parallel degree: how many ranks read different samples."""
         return self.dp_replicate * self.dp_shard
+
+    def accumulation_steps(self, step: int) -> int:
+        """Micro-batches of a rank in a step."""
+        return self.batch_sizes.at(step) // (self.dp * self.micro_batch_size)
 
 
 def validate(
@@ -52,11 +57,11 @@ def validate(
     faults += degree_faults
     dp = config.parallelism.data_parallel_replicate_degree * dp_shard
     batch = config.training.local_batch_size * dp
-    global_batch_size = (
-        batch if config.training.global_batch_size == -1 else config.training.global_batch_size
-    )
-    if dp > 0 and global_batch_size % batch:
-        faults.append(_batch_fault(config, dp))
+    training = config.training
+    sizes = [(1, batch if training.global_batch_size == -1 else training.global_batch_size)]
+    sizes += [(change.step, change.size) for change in training.global_batch_size_schedule]
+    if dp > 0:
+        faults += [_batch_fault(config, dp, *pair) for pair in sizes if pair[1] % batch]
     if faults:
         raise ConfigError(*faults)
     return Layout(
@@ -64,8 +69,8 @@ def validate(
         dp_replicate=config.parallelism.data_parallel_replicate_degree,
         dp_shard=dp_shard,
         tp=config.parallelism.tensor_parallel_degree,
-        global_batch_size=global_batch_size,
-        accumulation_steps=global_batch_size // batch,
+        batch_sizes=BatchSizes(tuple(sizes)),
+        micro_batch_size=training.local_batch_size,
     )
 
 
@@ -164,9 +169,12 @@ def _vocabulary_faults(config: Config, args: Any, vocab_size: int) -> list[str]:
     return [config.fault("model.hf_assets_path", rule, way_out)]
 
 
-def _batch_fault(config: Config, dp: int) -> str:
-    local, given = config.training.local_batch_size, config.training.global_batch_size
+def _batch_fault(config: Config, dp: int, step: int, given: int) -> str:
+    local = config.training.local_batch_size
     batch = local * dp
     rule = f"must be a multiple of local_batch_size ({local}) x data-parallel degree ({dp}) = {batch}"
     near = [size for size in (given // batch * batch, (given // batch + 1) * batch) if size]
-    return config.fault("training.global_batch_size", rule, f"nearest: {' or '.join(map(str, near))}, or -1")
+    nearest = f"nearest: {' or '.join(map(str, near))}"
+    if step == 1:
+        return config.fault("training.global_batch_size", rule, f"{nearest}, or -1")
+    return config.fault("training.global_batch_size_schedule", f"size {given} {rule}", nearest)

@@ -1,15 +1,14 @@
-"""The cache of prepared tokens: a source is tokenised once, by one process, and then only mapped.
+"""The cache of prepared tokens: files of text are tokenised once, by one process, and then only mapped.
 
-    CACHE/<content key>/           a folder of shards, renamed into place when it is whole
+    CACHE/<content key>/           a prepared set, renamed into place when it is whole
     CACHE/sources/<source key>     which content key this source has; beside it .lock and .fault
     CACHE/.tmp-<source key>/       in the making, by the process that holds the lock
 
 The source key is cheap (paths, sizes, times, options); the content key hashes the text itself, so that a
-copy of the same text elsewhere is found again. The lock is the operating system's (flock) and ends with its
-holder, however that ends; the next holder removes what was left. Nodes of one run must share the folder.
+copy of the same text elsewhere is found again. Who is killed leaves finished shards, and the next holder of
+the lock goes on with them. Nodes of one run must share the folder.
 """
 
-import fcntl
 import json
 import os
 import shutil
@@ -18,75 +17,48 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from minititan.config import ConfigError
-from minititan.data.encode import encode
-from minititan.data.fault import Fault, plain_fault
-from minititan.data.shards import FORMAT_VERSION, DamagedTokens, ShardWriter, Tokens
-from minititan.data.sources import Source, resolve_source
-from minititan.data.tokenizer import Tokenizer
+from minititan.data.fault import Fault
+from minititan.data.locks import is_free, locked
+from minititan.data.prepare import Recipe, prepare
+from minititan.data.progress import Lines
+from minititan.data.tokens import DamagedTokens, Tokens, open_prepared
 
 Say = Callable[[str], None]
-PROGRESS_SECONDS = 10.0
-QUIET_SECONDS = 1.0
+LEFTOVER_SECONDS = 7 * 24 * 3600
+SOURCES = "sources"
 
 
 @dataclass(frozen=True)
 class _Job:
-    """All that decides the tokens of one source, and where they lie."""
+    """What is prepared, and where it lies."""
 
     cache: Path
-    source: Source
-    tokenizer: Tokenizer
-    text_key: str
-    add_bos: bool
-    add_eos: bool
+    recipe: Recipe
 
-    def _key(self, about: Any) -> str:
-        options = [FORMAT_VERSION, self.tokenizer.fingerprint, self.text_key, self.add_bos, self.add_eos]
-        return sha256(json.dumps([about, options]).encode()).hexdigest()[:32]
+    @property
+    def label(self) -> str:
+        return self.recipe.source.label
 
     def source_key(self) -> str:
-        return self._key(self.source.identity())
+        return self.recipe.key(self.recipe.source.identity())
 
     def content_key(self) -> str:
-        return self._key(self.source.content_hash())
+        return self.recipe.key(self.recipe.source.content_hash())
 
 
-def open_tokens(
-    dataset: str,
-    dataset_path: str | None,
-    split: str,
-    tokenizer: Tokenizer,
-    *,
-    cache_folder: str | None = None,
-    text_key: str = "text",
-    add_bos: bool = False,
-    add_eos: bool = True,
-    section: str = "training",
-    fault: Fault = plain_fault,
-    say: Say = print,
-    say_waiting: Say | None = None,
-) -> Tokens:
+def open_cached(recipe: Recipe, cache_folder: str | None, fault: Fault, say: Say, say_waiting: Say) -> Tokens:
     """The tokens of a source, prepared first if the cache does not have them.
 
-    Any number of processes may call it at once, no process group is used: one prepares, the others wait and
-    get the same tokens or the same ConfigError. `say` gets the lines of the one, `say_waiting` (unset: `say`)
-    of the others. `section` is the config's section that names the source.
+    Any number of processes may call it at once: one prepares, the others wait and get the same tokens or the
+    same ConfigError. `say` gets the lines of the one, `say_waiting` of the others.
     """
-    for add, kind, token in ((add_bos, "bos", tokenizer.bos_id), (add_eos, "eos", tokenizer.eos_id)):
-        if add and token is None:
-            way_out = (
-                "set it to false, or put a tokenizer_config.json that names it beside the tokenizer.json"
-            )
-            raise ConfigError(fault(f"data.add_{kind}", f"the tokenizer names no {kind} token", way_out))
-    source = resolve_source(dataset, dataset_path, split, section=section, fault=fault)
-    job = _Job(_cache_folder(cache_folder, fault), source, tokenizer, text_key, add_bos, add_eos)
+    job = _Job(resolve_cache(cache_folder, fault), recipe)
     with _cache_faults(job.cache, fault):
-        return _find(job, job.source_key()) or _wait_or_prepare(job, fault, say, say_waiting or say)
+        return _find(job, job.source_key()) or _wait_or_prepare(job, fault, say, say_waiting)
 
 
 @contextmanager
@@ -100,7 +72,7 @@ def _cache_faults(cache: Path, fault: Fault) -> Iterator[None]:
         raise ConfigError(fault("data.cache_folder", rule, way_out)) from None
 
 
-def _cache_folder(given: str | None, fault: Fault) -> Path:
+def resolve_cache(given: str | None, fault: Fault) -> Path:
     if given:
         return Path(given).expanduser().absolute()
     try:
@@ -114,20 +86,20 @@ def _cache_folder(given: str | None, fault: Fault) -> Path:
 def _find(job: _Job, source_key: str) -> Tokens | None:
     """The tokens, if they are prepared and whole."""
     try:
-        content_key = (job.cache / "sources" / source_key).read_text()
-        return Tokens(job.cache / content_key, job.source.label)
+        content_key = (job.cache / SOURCES / source_key).read_text()
+        return open_prepared(job.cache / content_key, job.label)
     except (FileNotFoundError, NotADirectoryError, DamagedTokens):
         return None
 
 
 def _wait_or_prepare(job: _Job, fault: Fault, say: Say, say_waiting: Say) -> Tokens:
     source_key = job.source_key()
-    (job.cache / "sources").mkdir(parents=True, exist_ok=True)
-    place = job.cache / "sources" / source_key
+    (job.cache / SOURCES).mkdir(parents=True, exist_ok=True)
+    place = job.cache / SOURCES / source_key
     marker = place.with_suffix(".fault")
     known_fault = _read_marker(marker)
-    waiting = f"waiting for the process that prepares {job.source.label}"
-    with _locked(place.with_suffix(".lock"), lambda: say_waiting(waiting)):
+    waiting = f"waiting for the process that prepares {job.label}"
+    with locked(place.with_suffix(".lock"), lambda: say_waiting(waiting)):
         tokens = _find(job, source_key)
         if tokens is not None:
             return tokens
@@ -145,7 +117,7 @@ def _wait_or_prepare(job: _Job, fault: Fault, say: Say, say_waiting: Say) -> Tok
             raise
         marker.unlink(missing_ok=True)
         _write_aside(place, content_key)
-    return Tokens(job.cache / content_key, job.source.label)
+    return open_prepared(job.cache / content_key, job.label)
 
 
 def _read_marker(path: Path) -> dict[str, Any] | None:
@@ -155,54 +127,33 @@ def _read_marker(path: Path) -> dict[str, Any] | None:
         return None
 
 
-@contextmanager
-def _locked(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
-    """Holds the lock; a wait of more than QUIET_SECONDS is told by `on_wait`."""
-    with path.open("a") as file:
-        told_at = time.monotonic() + QUIET_SECONDS
-        while not _try_lock(file):
-            if time.monotonic() >= told_at:
-                on_wait()
-                fcntl.flock(file, fcntl.LOCK_EX)
-                break
-            time.sleep(0.02)
-        yield
-
-
-def _try_lock(file: TextIO) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 def _prepare(job: _Job, source_key: str, say: Say) -> str:
     """Tokenises the source into the cache unless its content is there; returns the content key."""
     folder = job.cache / f".tmp-{source_key}"
-    _remove_leftovers(job.cache, folder)
+    _remove_leftovers(job.cache)
     content_key = job.content_key()
     final = job.cache / content_key
     if _is_whole(final):
         return content_key
-    say(f"preparing {job.source.label} in {job.cache}")
+    say(f"preparing {job.label} in {job.cache}")
     begun = time.monotonic()
-    folder.mkdir()
     try:
-        num_tokens = _write_shards(job, folder, say)
-        if job.source_key() != source_key:
-            raise ConfigError(f"{job.source.label}: changed while it was being prepared; start again")
+        card = prepare(folder, job.recipe, Lines(say))
+        assert isinstance(card, dict), "one part is the whole set"
         _publish(folder, final, job, say)
-    except BaseException:
+    except Exception:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    say(f"prepared {num_tokens} tokens in {time.monotonic() - begun:.1f} s")
+    rejected = (
+        f", {card['rejected']} bad records left out: {final / 'rejects.jsonl'}" if card["rejected"] else ""
+    )
+    say(f"prepared {card['tokens']} tokens in {time.monotonic() - begun:.1f} s{rejected}")
     return content_key
 
 
 def _is_whole(folder: Path) -> bool:
     try:
-        Tokens(folder, "")
+        open_prepared(folder, "")
     except DamagedTokens:
         return False
     return True
@@ -210,7 +161,7 @@ def _is_whole(folder: Path) -> bool:
 
 def _publish(folder: Path, final: Path, job: _Job, say: Say) -> None:
     """Renames a whole folder into place, unless the same text was prepared from another place meanwhile."""
-    with _locked(job.cache / "sources" / "publish.lock", lambda: None):
+    with locked(job.cache / SOURCES / "publish.lock"):
         if _is_whole(final):
             shutil.rmtree(folder)
             return
@@ -220,31 +171,12 @@ def _publish(folder: Path, final: Path, job: _Job, say: Say) -> None:
         folder.rename(final)
 
 
-def _write_shards(job: _Job, folder: Path, say: Say) -> int:
-    writer = ShardWriter(folder, job.tokenizer.vocab_size, job.tokenizer.fingerprint)
-    documents = job.source.documents(job.text_key)
-    told = time.monotonic()
-    try:
-        for tokens, starts in encode(documents, job.tokenizer, add_bos=job.add_bos, add_eos=job.add_eos):
-            writer.write(tokens, starts)
-            if time.monotonic() - told > PROGRESS_SECONDS:
-                told = time.monotonic()
-                say(f"prepared {writer.num_tokens} tokens so far")
-        if not writer.num_tokens:
-            raise ConfigError(f"{job.source.label}: holds no text; give files with text in them")
-        writer.finish()
-    finally:
-        writer.abort()
-    return writer.num_tokens
-
-
-def _remove_leftovers(cache: Path, own: Path) -> None:
-    """Removes what killed processes left: our own folder, and any whose lock nobody holds."""
-    shutil.rmtree(own, ignore_errors=True)
+def _remove_leftovers(cache: Path) -> None:
+    """Removes what killed processes left long ago and nobody went on with."""
     for folder in cache.glob(".tmp-*"):
-        lock = cache / "sources" / f"{folder.name.removeprefix('.tmp-')}.lock"
-        with suppress(FileNotFoundError), lock.open("r+") as file:
-            if _try_lock(file):
+        lock = cache / SOURCES / f"{folder.name.removeprefix('.tmp-')}.lock"
+        with suppress(FileNotFoundError):
+            if time.time() - folder.stat().st_mtime > LEFTOVER_SECONDS and is_free(lock):
                 shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -1,11 +1,17 @@
-"""Documents to tokens, in batches of bounded size.
+"""Documents to tokens, in batches of bounded size, while the next ones are read.
 
 A long document is encoded in pieces, cut where common tokenizers cut as well (before a line that follows a
 newline, else before a word), by a rule that depends on its text alone. So memory does not grow with a
 document, the threads of the tokenizer share a long one, and the same text gives the same tokens in any file.
+
+The caller's thread reads and cuts; ENCODERS threads hand batches to the tokenizer, which spreads each over
+the cores without Python's lock, and turn what it gives into arrays: while one does so, the batch of another
+keeps the cores busy.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -13,8 +19,9 @@ import numpy as np
 from minititan.data.tokenizer import Tokenizer
 
 PIECE_CHARACTERS = 1 << 16
-BATCH_CHARACTERS = 1 << 21
+BATCH_CHARACTERS = 1 << 20
 BATCH_PIECES = 4096
+ENCODERS = 2
 
 
 class Piece(NamedTuple):
@@ -28,6 +35,10 @@ class Encoded(NamedTuple):
 
     tokens: np.ndarray
     starts: np.ndarray
+    text_bytes: int
+    """UTF-8 bytes of the text."""
+    documents: int
+    """Documents that were read for them, those without text as well."""
 
 
 def pieces_of(document: Iterable[str], limit: int) -> Iterator[Piece]:
@@ -67,24 +78,38 @@ def encode(
 ) -> Iterator[Encoded]:
     """The documents' tokens in order, each document between `bos_id` and `eos_id` where asked for."""
     bos, eos = tokenizer.bos_id if add_bos else None, tokenizer.eos_id if add_eos else None
+    waiting: deque[Future[Encoded]] = deque()
+    with ThreadPoolExecutor(ENCODERS, thread_name_prefix="encode") as pool:
+        for pieces, documents_read in _batches(documents):
+            waiting.append(pool.submit(_encode_batch, pieces, documents_read, tokenizer, bos, eos))
+            if len(waiting) > ENCODERS:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+def _batches(documents: Iterable[Iterable[str]]) -> Iterator[tuple[list[Piece], int]]:
     batch: list[Piece] = []
-    characters = 0
+    characters = documents_read = 0
     for document in documents:
+        documents_read += 1
         for piece in pieces_of(document, PIECE_CHARACTERS):
             batch.append(piece)
             characters += len(piece.text)
             if characters >= BATCH_CHARACTERS or len(batch) >= BATCH_PIECES:
-                yield _encode_batch(batch, tokenizer, bos, eos)
-                batch, characters = [], 0
-    if batch:
-        yield _encode_batch(batch, tokenizer, bos, eos)
+                yield batch, documents_read
+                batch, characters, documents_read = [], 0, 0
+    if batch or documents_read:
+        yield batch, documents_read
 
 
-def _encode_batch(batch: list[Piece], tokenizer: Tokenizer, bos: int | None, eos: int | None) -> Encoded:
+def _encode_batch(
+    batch: list[Piece], documents_read: int, tokenizer: Tokenizer, bos: int | None, eos: int | None
+) -> Encoded:
     dtype = token_dtype(tokenizer.vocab_size)
-    parts: list[np.ndarray] = []
+    parts: list[np.ndarray] = [np.empty(0, dtype)]
     starts: list[int] = []
-    size = 0
+    size = text_bytes = 0
     for piece, ids in zip(batch, tokenizer.encode_batch([piece.text for piece in batch]), strict=True):
         tokens = [np.asarray(ids, dtype=dtype)]
         if piece.first:
@@ -94,7 +119,8 @@ def _encode_batch(batch: list[Piece], tokenizer: Tokenizer, bos: int | None, eos
             tokens.append(np.array([eos], dtype))
         parts.extend(tokens)
         size += sum(map(len, tokens))
-    return Encoded(np.concatenate(parts), np.array(starts, dtype=np.int64))
+        text_bytes += len(piece.text) if piece.text.isascii() else len(piece.text.encode())
+    return Encoded(np.concatenate(parts), np.array(starts, dtype=np.int64), text_bytes, documents_read)
 
 
 def token_dtype(vocab_size: int) -> np.dtype:

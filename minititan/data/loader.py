@@ -7,43 +7,45 @@ on every rank and for every layout, so a run goes on with the next sample on any
 
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from minititan.config import ConfigError
+from minititan.config.batches import BatchSizes
 from minititan.data.fault import Fault, plain_fault
-from minititan.data.order import ORDER_VERSION, samples_at
-from minititan.data.shards import Tokens
+from minititan.data.mixture import Mixture, Stage
+from minititan.data.order import ORDER_VERSION
+from minititan.data.samples import NO_SAMPLE, Batch, SampleRows, Samples
 
-IGNORED_LABEL = -100
-NO_SAMPLE = -1
-SINGLE_SOURCE = "single"
 SAMPLES_AHEAD = 1024
 """Sample numbers computed at once: numpy's cost is a call's, not a number's."""
+AFRESH = 'or set checkpoint.exclude_from_loading = ["dataloader"] to begin the data anew'
 
-Batch = dict[str, torch.Tensor]
+Weights = tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class DataState:
     """Where a run is in its data: all that is saved of it.
 
-    `mixture` is a constant while there is one source. `global_batch_size` is the last one used;
-    `auto_dp_degree` is the data-parallel degree that it followed from (`global_batch_size = -1`), else None.
+    `sources` are names and fingerprints; `stages` the places and weights of the mixture's stages that have
+    begun. `global_batch_size` is the last one used; `auto_dp_degree` is the data-parallel degree that it
+    followed from (`global_batch_size = -1`), else None.
     """
 
     order_version: int
     samples_consumed: int
     seed: int
     seq_len: int
-    mixture: str
-    fingerprint: str
+    samples: str
+    sources: tuple[tuple[str, str], ...]
+    stages: tuple[tuple[int, tuple[str, ...]], ...]
     global_batch_size: int
     auto_dp_degree: int | None
 
@@ -63,26 +65,9 @@ class DataState:
             raise ConfigError(
                 f"data state: must hold exactly {', '.join(sorted(names))}; take another checkpoint"
             )
+        values["sources"] = tuple(map(tuple, values["sources"]))
+        values["stages"] = tuple((start, tuple(weights)) for start, weights in values["stages"])
         return cls(**values)
-
-
-class _Windows(Dataset[Batch]):
-    """Micro-batches by their sample numbers; NO_SAMPLE gives a row whose labels are all ignored."""
-
-    def __init__(self, tokens: Tokens, seq_len: int) -> None:
-        self._tokens, self._seq_len = tokens, seq_len
-
-    def __getitems__(self, samples: list[int]) -> Batch:
-        rows = np.zeros((len(samples), self._seq_len + 1), dtype=np.int64)  # [B, T+1]
-        for row, k in zip(rows, samples, strict=True):
-            if k != NO_SAMPLE:
-                self._tokens.read(k * self._seq_len, k * self._seq_len + self._seq_len + 1, row)
-        labels = rows[:, 1:].copy()
-        labels[[k == NO_SAMPLE for k in samples]] = IGNORED_LABEL
-        return {
-            "tokens": torch.from_numpy(rows[:, :-1].copy()),
-            "labels": torch.from_numpy(labels),
-        }  # [B, T] each
 
 
 def _as_it_is(batch: Batch) -> Batch:
@@ -104,105 +89,152 @@ def _loading_options(
 
 
 class _GlobalBatches:
-    """Yields one rank's micro-batches of sample numbers, for ever, from the global sample `first` on."""
+    """Yields one rank's micro-batches of sample numbers, for ever, from a step and a place on."""
 
-    def __init__(
-        self, n: int, seed: int, global_batch: int, micro_batch: int, dp_rank: int, dp_degree: int
-    ) -> None:
-        self.first = 0
-        self._n, self._seed, self._global_batch, self._micro_batch = n, seed, global_batch, micro_batch
-        self._share = global_batch // dp_degree
-        self._offset = dp_rank * self._share
+    def __init__(self, sizes: BatchSizes, micro_batch: int, dp_rank: int, dp_degree: int) -> None:
+        self.mixture: Mixture | None = None
+        self.step, self.place = 1, 0
+        self._sizes, self._micro_batch = sizes, micro_batch
+        self._dp_rank, self._dp_degree = dp_rank, dp_degree
 
     def __iter__(self) -> Iterator[list[int]]:
-        steps = -(-SAMPLES_AHEAD // self._share)
-        within_steps = np.arange(steps)[:, None] * self._global_batch + np.arange(self._share) + self._offset
-        begin = self.first
+        assert self.mixture is not None
+        step, place = self.step, self.place
         while True:
-            samples = samples_at(begin + within_steps, self._n, self._seed)  # [steps, share]
+            size, same = self._sizes.run(step)
+            share = size // self._dp_degree
+            steps = min(-(-SAMPLES_AHEAD // share), same or SAMPLES_AHEAD)
+            own = np.arange(share) + self._dp_rank * share + place
+            places = np.arange(steps)[:, None] * size + own
+            samples = self.mixture.samples_at(places)  # [steps, share]
             yield from samples.reshape(-1, self._micro_batch).tolist()
-            begin += steps * self._global_batch
+            step, place = step + steps, place + steps * size
 
 
 class TrainLoader:
-    """Micro-batches `tokens` and `labels` [B, T] of one data-parallel rank, without end.
+    """Micro-batches of one data-parallel rank, without end.
 
     Iterating again goes on after the last step whose micro-batches were all taken. What is saved is a
-    DataState, counted here: StatefulDataLoader's own state depends on the number of workers.
+    DataState, counted here: StatefulDataLoader's own state depends on the number of workers. `stages` are the
+    first steps and the weights of the mixture's stages.
     """
 
     def __init__(
         self,
-        tokens: Tokens,
+        sources: Mapping[str, Samples],
+        stages: Sequence[tuple[int, Weights]],
         state: DataState,
+        batch_sizes: BatchSizes,
         micro_batch_size: int,
         dp_rank: int,
         dp_degree: int,
+        document_mask: bool,
         options: dict[str, Any],
     ) -> None:
-        self._state, self._label = state, tokens.label
-        self._micro_batches = state.global_batch_size // dp_degree // micro_batch_size
-        self._n = tokens.num_samples(state.seq_len)
-        self._batches = _GlobalBatches(
-            self._n, state.seed, state.global_batch_size, micro_batch_size, dp_rank, dp_degree
-        )
+        self._sources, self._stages, self._state, self._sizes = sources, stages, state, batch_sizes
+        self._step = 0  # steps done
+        self._samples_a_micro_batch = micro_batch_size * dp_degree
+        self._batches = _GlobalBatches(batch_sizes, micro_batch_size, dp_rank, dp_degree)
+        self.begin_at(0)
         with warnings.catch_warnings():
             # torchdata 0.11 calls a function that torch 2.13 deprecates; can go with a later torchdata.
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
-            self._loader = StatefulDataLoader(
-                _Windows(tokens, state.seq_len), batch_sampler=self._batches, **options
-            )
+            rows = SampleRows(list(sources.values()), state.seq_len, document_mask)
+            self._loader = StatefulDataLoader(rows, batch_sampler=self._batches, **options)
 
-    def __iter__(self) -> Iterator[Batch]:
-        self._batches.first = self._state.samples_consumed
-        for taken, batch in enumerate(self._loader, start=1):
-            if taken % self._micro_batches == 0:
-                consumed = self._state.samples_consumed + self._state.global_batch_size
-                self._state = replace(self._state, samples_consumed=consumed)
-            yield batch
+    def begin_at(self, steps_done: int) -> None:
+        """Starts at the beginning of the data in a run that has done so many steps: batch sizes and weights
+        change at steps.
+        """
+        active = max(index for index, (step, _) in enumerate(self._stages) if step <= steps_done + 1)
+        self._stand(steps_done, [Stage(0, self._stages[active][1])], self._stages[active + 1 :])
 
-    def state(self) -> DataState:
-        """The state after the last step all of whose micro-batches were taken, whatever was prefetched."""
-        return self._state
-
-    def steps_left(self) -> int:
-        """How many whole global batches are left of the first time through the data."""
-        return max(self._n - self._state.samples_consumed, 0) // self._state.global_batch_size
-
-    def state_dict(self) -> dict[str, Any]:
-        return asdict(self._state)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.resume(DataState(**state_dict))
-
-    def resume(self, saved: DataState, fault: Fault = plain_fault) -> None:
-        """Goes on where `saved` ends; takes effect at the next `iter`.
+    def resume(self, saved: DataState, steps_done: int, fault: Fault = plain_fault) -> None:
+        """Goes on where `saved` ends, after `steps_done` steps; takes effect at the next `iter`.
 
         Raises ConfigError unless this loader's stream is the one that `saved` is a place in.
         """
-        if faults := _differences(saved, self._state, self._label, fault):
+        labels = {name: samples.tokens.label for name, samples in self._sources.items()}
+        faults = _differences(saved, self._state, labels, fault)
+        begun = [Stage(start, weights) for start, weights in saved.stages]
+        coming = self._stages[len(begun) :]
+        if [stage.weights for stage in begun] != [weights for _, weights in self._stages[: len(begun)]]:
+            rule = f"the weights up to step {steps_done} are not those of the run to be resumed"
+            faults.append(fault("data.sources", rule, f"put them back and change them by a stage; {AFRESH}"))
+        elif coming and coming[0][0] <= steps_done:
+            rule = f"step {coming[0][0]} has been taken with other weights"
+            faults.append(fault("data.stages", rule, f"set it to {steps_done + 1} or more; {AFRESH}"))
+        if faults:
             raise ConfigError(*faults)
         self._state = replace(self._state, samples_consumed=saved.samples_consumed)
+        self._stand(steps_done, begun, coming)
+
+    def _stand(self, steps_done: int, begun: Sequence[Stage], coming: Sequence[tuple[int, Weights]]) -> None:
+        self._step, consumed = steps_done, self._state.samples_consumed
+        stages = [
+            Stage(consumed + self._sizes.samples(steps_done + 1, step - 1), weights)
+            for step, weights in coming
+        ]
+        sizes = [len(samples) for samples in self._sources.values()]
+        self._mixture = Mixture(sizes, [*begun, *stages], self._state.seed)
+
+    def __iter__(self) -> Iterator[Batch]:
+        self._batches.step, self._batches.place = self._step + 1, self._state.samples_consumed
+        self._batches.mixture = self._mixture
+        batches = iter(self._loader)
+        while True:
+            size = self._sizes.at(self._step + 1)
+            for left in reversed(range(size // self._samples_a_micro_batch)):
+                batch = next(batches)
+                if not left:
+                    self._step += 1
+                    consumed = self._state.samples_consumed + size
+                    self._state = replace(self._state, samples_consumed=consumed, global_batch_size=size)
+                yield batch
+
+    def state(self) -> DataState:
+        """The state after the last step all of whose micro-batches were taken, whatever was prefetched."""
+        consumed = self._state.samples_consumed
+        begun = [stage for stage in self._mixture.stages if stage.start < consumed or not stage.start]
+        return replace(self._state, stages=tuple((stage.start, stage.weights) for stage in begun))
+
+    def consumed(self) -> dict[str, tuple[int, float]]:
+        """For each source, how many samples were taken of it, and how many epochs these are."""
+        counts = self._mixture.counts(self._state.samples_consumed)
+        return {
+            name: (count, count / len(samples))
+            for (name, samples), count in zip(self._sources.items(), counts, strict=True)
+        }
+
+    def steps_left(self) -> int:
+        """How many steps are left before a source would be gone through again."""
+        return self._sizes.steps(self._step + 1, self._mixture.end() - self._state.samples_consumed)
 
 
-def _differences(saved: DataState, now: DataState, label: str, fault: Fault) -> list[str]:
+def _differences(saved: DataState, now: DataState, labels: Mapping[str, str], fault: Fault) -> list[str]:
     """A line for each thing that makes the stream another one than the saved one."""
-    afresh = 'or set checkpoint.exclude_from_loading = ["dataloader"] to begin the data anew'
     faults: list[str] = []
-    if saved.order_version != now.order_version or saved.mixture != now.mixture:
-        kinds = [f"order version {s.order_version}, mixture {s.mixture}" for s in (saved, now)]
-        faults.append(f"data state: the run has {kinds[0]}; this release gives {kinds[1]}; {afresh}")
+    if saved.order_version != now.order_version:
+        versions = f"order version {saved.order_version}; this release gives version {now.order_version}"
+        faults.append(f"data state: the run has {versions}; {AFRESH}")
     for key, was, value in (
         ("debug.seed", saved.seed, now.seed),
         ("training.seq_len", saved.seq_len, now.seq_len),
+        ("data.samples", saved.samples, now.samples),
     ):
         if was != value:
-            faults.append(fault(key, f"the run to be resumed has {was}", f"set {key} = {was}, {afresh}"))
-    if saved.fingerprint != now.fingerprint:
-        faults.append(
-            f"{label}: gives other tokens (fingerprint {now.fingerprint[:12]}) than the run to be resumed has"
-            f" ({saved.fingerprint[:12]}); give the same text, tokenizer and [data] options, {afresh}"
-        )
+            faults.append(fault(key, f"the run to be resumed has {was}", f"set {key} = {was}, {AFRESH}"))
+    before, sources = dict(saved.sources), dict(now.sources)
+    if list(before) != list(sources):
+        rule = f"the run to be resumed has the sources {', '.join(before)}"
+        faults.append(fault("data.sources", rule, f"give these in this order, {AFRESH}"))
+    for name in before.keys() & sources.keys():
+        if before[name] != sources[name]:
+            faults.append(
+                f"{labels[name]}: gives other tokens (fingerprint {sources[name][:12]}) than the run to be"
+                f" resumed has ({before[name][:12]}); give the same text, tokenizer and [data] options,"
+                f" {AFRESH}"
+            )
     degrees = (saved.auto_dp_degree, now.auto_dp_degree)
     if None not in degrees and degrees[0] != degrees[1]:
         rule = (
@@ -214,44 +246,44 @@ def _differences(saved: DataState, now: DataState, label: str, fault: Fault) -> 
 
 
 def build_train_loader(
-    tokens: Tokens,
+    sources: Mapping[str, Samples],
     *,
+    kind: str,
     seq_len: int,
     seed: int,
-    global_batch_size: int,
+    batch_sizes: BatchSizes,
     micro_batch_size: int,
     dp_rank: int,
     dp_degree: int,
-    state: DataState | None = None,
+    stages: Sequence[tuple[int, Weights]] = ((1, ("1",)),),
+    document_mask: bool = False,
     auto_global_batch_size: bool = False,
     num_workers: int = 0,
     persistent_workers: bool = False,
     pin_memory: bool = False,
     prefetch_factor: int | None = None,
-    fault: Fault = plain_fault,
 ) -> TrainLoader:
-    """The training loader of one data-parallel rank, at its start or where `state` ends.
+    """The training loader of one data-parallel rank, at the start of its sources' samples.
 
-    `auto_global_batch_size` says that the size followed from the layout (`global_batch_size = -1`). Raises
-    ConfigError for less data than one sample, and for a `state` of another stream.
+    `kind` is the way in which these are cut from documents; `stages` are first steps, ascending from 1, and
+    the weights of the sources from there on. `auto_global_batch_size` says that the size followed from the
+    layout (`global_batch_size = -1`).
     """
-    assert global_batch_size % (dp_degree * micro_batch_size) == 0, "the configuration's rules ensure this"
-    auto_dp_degree = dp_degree if auto_global_batch_size else None
     start = DataState(
         order_version=ORDER_VERSION,
         samples_consumed=0,
         seed=seed,
         seq_len=seq_len,
-        mixture=SINGLE_SOURCE,
-        fingerprint=tokens.fingerprint,
-        global_batch_size=global_batch_size,
-        auto_dp_degree=auto_dp_degree,
+        samples=kind,
+        sources=tuple((name, samples.tokens.fingerprint) for name, samples in sources.items()),
+        stages=(),
+        global_batch_size=batch_sizes.at(1),
+        auto_dp_degree=dp_degree if auto_global_batch_size else None,
     )
     options = _loading_options(num_workers, persistent_workers, pin_memory, prefetch_factor)
-    loader = TrainLoader(tokens, start, micro_batch_size, dp_rank, dp_degree, options)
-    if state is not None:
-        loader.resume(state, fault)
-    return loader
+    return TrainLoader(
+        sources, stages, start, batch_sizes, micro_batch_size, dp_rank, dp_degree, document_mask, options
+    )
 
 
 class _ValidationBatches:
@@ -270,13 +302,14 @@ class _ValidationBatches:
 
 
 def build_validation_loader(
-    tokens: Tokens,
+    samples: Samples,
     *,
     seq_len: int,
     batch_size: int,
     num_samples: int = -1,
     dp_rank: int,
     dp_degree: int,
+    document_mask: bool = False,
     num_workers: int = 0,
     persistent_workers: bool = False,
     pin_memory: bool = False,
@@ -285,10 +318,9 @@ def build_validation_loader(
     """Each of the first `num_samples` samples (-1, or more than there are: all) once, on one of the ranks.
 
     Every rank gets the same number of batches; rows that have no sample carry labels -100 alone. Can be
-    iterated again and again. Raises ConfigError for less data than one sample.
+    iterated again and again.
     """
-    available = tokens.num_samples(seq_len)
-    n = available if num_samples < 0 else min(num_samples, available)
+    n = len(samples) if num_samples < 0 else min(num_samples, len(samples))
     batches = _ValidationBatches(n, batch_size, dp_rank, dp_degree)
     options = _loading_options(num_workers, persistent_workers, pin_memory, prefetch_factor)
-    return DataLoader(_Windows(tokens, seq_len), batch_sampler=batches, **options)
+    return DataLoader(SampleRows([samples], seq_len, document_mask), batch_sampler=batches, **options)

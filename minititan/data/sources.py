@@ -1,8 +1,7 @@
-"""Sources of text: what `dataset` and `dataset_path` name, and its documents as a stream.
+"""Sources of text: what `dataset` and `dataset_path` name, as spans of files that readers go through.
 
 A source gives its `identity` (cheap: every process asks for it at each start), a `content_hash` (reads
-everything once) and its `documents`. A document is an iterable of blocks of text, so that a file larger than
-the memory is still one document. Sources know nothing of tokens.
+everything once) and its `spans`, in order. Sources know nothing of tokens.
 """
 
 import difflib
@@ -12,7 +11,7 @@ import importlib.util
 import json
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
@@ -21,20 +20,20 @@ from typing import Any, Protocol
 
 from minititan.config import ConfigError
 from minititan.data.fault import Fault, plain_fault
-from minititan.data.text import read_json_lines, read_text, reading
+from minititan.data.parquet import read_parquet
+from minititan.data.records import COMPRESSIONS, BadRecord, Form, Reader, Record, Span, reading
+from minititan.data.text import read_json_lines, read_text
 
-Document = Iterable[str]
+SPAN_BYTES = 1 << 28
+"""A larger file of lines is cut into spans of this size."""
 
-READABLE = {
-    ".txt": read_text,
-    ".jsonl": read_json_lines,
-    ".json": read_json_lines,
-    ".txt.gz": read_text,
-    ".jsonl.gz": read_json_lines,
-    ".json.gz": read_json_lines,
+_LINES: dict[str, Reader] = {".txt": read_text, ".jsonl": read_json_lines, ".json": read_json_lines}
+READABLE: dict[str, Reader] = {
+    **{kind + packed: read for kind, read in _LINES.items() for packed in ("", *COMPRESSIONS)},
+    ".parquet": read_parquet,
 }
-UNREADABLE_DATA = (".parquet", ".arrow", ".zst")
-"""Forms of data that are not read yet: refused where they stand beside readable ones, not passed over."""
+UNREADABLE_DATA = (".arrow", ".feather", ".csv", ".tsv", ".xz", ".zip", ".zst", ".gz", ".bz2")
+"""Forms of data that are not read: refused where they stand beside readable ones, not passed over."""
 
 STDLIB_SKIPPED = {
     "site-packages",
@@ -61,25 +60,39 @@ class Source(Protocol):
 
     def content_hash(self) -> str: ...
 
-    def documents(self, text_key: str) -> Iterator[Document]: ...
+    def spans(self, form: Form) -> Iterator[Span]: ...
 
 
 @dataclass(frozen=True)
 class FileSource:
-    """Files in a fixed order: a .txt file is one document, a JSON-lines file has one a line."""
+    """Files in a fixed order, each with the kind that says how it is read."""
 
     label: str
-    files: tuple[Path, ...]
+    files: tuple[tuple[Path, str], ...]
 
     def identity(self) -> Any:
-        return [[str(path), *_size_and_mtime(path)] for path in self.files]
+        return [[str(path), kind, *_size_and_mtime(path)] for path, kind in self.files]
 
     def content_hash(self) -> str:
-        return _hash_of_files((path, _kind(path)) for path in self.files)
+        """The hash of the files' contents and kinds in order, wherever they lie."""
+        total = sha256()
+        for path, kind in self.files:
+            content = sha256()
+            with reading(path), path.open("rb") as file:
+                while block := file.read(1 << 20):
+                    content.update(block)
+            total.update(kind.encode() + content.digest())
+        return total.hexdigest()
 
-    def documents(self, text_key: str) -> Iterator[Document]:
-        for path in self.files:
-            yield from READABLE[_kind(path)](path, text_key)
+    def spans(self, form: Form) -> Iterator[Span]:
+        for path, kind in self.files:
+            size, mtime = _size_and_mtime(path)
+            whole = Span(path, READABLE[kind], size, mtime)
+            if (kind == ".txt" and not form.txt_lines) or kind not in _LINES:
+                yield whole
+            else:
+                for begin in range(0, max(size, 1), SPAN_BYTES):
+                    yield whole._replace(begin=begin, end=min(begin + SPAN_BYTES, size))
 
 
 def _size_and_mtime(path: Path) -> tuple[int, int]:
@@ -88,46 +101,16 @@ def _size_and_mtime(path: Path) -> tuple[int, int]:
     return stat.st_size, stat.st_mtime_ns
 
 
-def _hash_of_files(files: Iterable[tuple[Path, str]]) -> str:
-    """The hash of the files' contents and kinds in order, wherever they lie."""
-    total = sha256()
-    for path, kind in files:
-        content = sha256()
-        with reading(path), path.open("rb") as file:
-            while block := file.read(1 << 20):
-                content.update(block)
-        total.update(kind.encode() + content.digest())
-    return total.hexdigest()
-
-
 def _kind(path: Path) -> str:
     """The suffix that says how to read the file, "" for none."""
     return max((suffix for suffix in READABLE if path.name.endswith(suffix)), key=len, default="")
 
 
-@dataclass(frozen=True)
-class StdlibSource:
+def _stdlib_files(root: Path, split: str) -> tuple[tuple[Path, str], ...]:
     """The source files of the running Python's standard library, less packages, tests and generated files.
 
     One file in STDLIB_HELD_OUT, by the hash of its relative path, is held out for validation.
     """
-
-    label: str
-    root: Path
-    names: tuple[str, ...]
-
-    def identity(self) -> Any:
-        return [[str(self.root / name), *_size_and_mtime(self.root / name)] for name in self.names]
-
-    def content_hash(self) -> str:
-        return _hash_of_files((self.root / name, ".txt") for name in self.names)
-
-    def documents(self, text_key: str) -> Iterator[Document]:
-        for name in self.names:
-            yield from read_text(self.root / name, text_key)
-
-
-def _stdlib_names(root: Path, split: str) -> tuple[str, ...]:
     names: list[str] = []
     for folder, folders, files in os.walk(root):
         folders[:] = [
@@ -139,7 +122,7 @@ def _stdlib_names(root: Path, split: str) -> tuple[str, ...]:
             generated = file.startswith("_sysconfigdata")
             if file.endswith(".py") and not generated and held_out == (split == "validation"):
                 names.append(name)
-    return tuple(sorted(names))
+    return tuple((root / name, ".txt") for name in sorted(names))
 
 
 @dataclass(frozen=True)
@@ -148,7 +131,7 @@ class HubSource:
 
     label: str
     repository: str
-    subset: str
+    subset: str | None
     split: str
 
     def identity(self) -> Any:
@@ -159,17 +142,20 @@ class HubSource:
             revision = importlib.import_module("huggingface_hub").HfApi().dataset_info(self.repository).sha
         return sha256(f"{self.identity()} {revision}".encode()).hexdigest()
 
-    def documents(self, text_key: str) -> Iterator[Document]:
+    def spans(self, form: Form) -> Iterator[Span]:
+        yield Span(Path(f"hf:{self.repository}"), self._rows, 0)
+
+    def _rows(self, span: Span, form: Form) -> Iterator[Record | BadRecord]:
         with self._downloading():
             load = importlib.import_module("datasets").load_dataset
             rows = load(self.repository, name=self.subset, split=self.split, streaming=True)
-            for number, row in enumerate(rows):
-                text = row.get(text_key)
-                if not isinstance(text, str):
-                    raise ConfigError(
-                        f"{self.label}: row {number} has no text under {text_key!r}; set data.text_key"
-                    )
-                yield (text,)
+            for number, row in enumerate(rows.skip(span.begin) if span.begin else rows, span.begin):
+                text = row.get(form.text_key)
+                if isinstance(text, str):
+                    yield Record(number, len(text), 0, (text,))
+                else:
+                    reason = f"no text under {form.text_key!r}"
+                    yield BadRecord(number, 1, 0, span.path, number, reason, "set data.text_key", "row")
 
     @contextmanager
     def _downloading(self) -> Iterator[None]:
@@ -186,6 +172,7 @@ HUB = {
     "c4": ("allenai/c4", "en", "train"),
     "c4_validation": ("allenai/c4", "en", "validation"),
 }
+HUB_PREFIX = "hf:"
 LOCAL_ONLY = {"c4_test": "TorchTitan's repository has its files in tests/assets/c4_test"}
 
 
@@ -204,23 +191,18 @@ def resolve_source(
     """
     if dataset_path:
         key = f"{section}.dataset_path"
-        return FileSource(f"{key} = {json.dumps(dataset_path)}", _resolve_files(dataset_path, key, fault))
+        return source_at((dataset_path,), key, f"{key} = {json.dumps(dataset_path)}", fault)
     key = f"{section}.dataset"
     label = f"{key} = {json.dumps(dataset)}"
     if dataset == "stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
-        names = _stdlib_names(root, split)
-        if not names:
+        files = _stdlib_files(root, split)
+        if not files:
             rule = f"this Python has no source files of its standard library in {root}"
             raise ConfigError(fault(key, rule, f"set {section}.dataset_path to files of your own"))
-        return StdlibSource(label, root, names)
+        return FileSource(label, files)
     if dataset in HUB:
-        if importlib.util.find_spec("datasets") is None:
-            way_out = f"pip install 'minititan[hf]', or set {section}.dataset_path to local files"
-            raise ConfigError(
-                fault(key, "is downloaded by the 'datasets' package, which is missing", way_out)
-            )
-        return HubSource(label, *HUB[dataset])
+        return _hub_source(label, key, HUB[dataset], fault)
     if dataset in LOCAL_ONLY:
         rule = f"is read from local files ({LOCAL_ONLY[dataset]})"
         raise ConfigError(fault(key, rule, f"set {section}.dataset_path"))
@@ -231,35 +213,49 @@ def resolve_source(
     raise ConfigError(fault(key, "unknown data set", way_out))
 
 
-def check_source(
-    dataset: str, dataset_path: str | None, *, section: str = "training", fault: Fault = plain_fault
-) -> None:
-    """Raises the ConfigError that `open_tokens` would raise for a wrong name or path."""
-    resolve_source(dataset, dataset_path, "train", section=section, fault=fault)
-
-
-def _resolve_files(dataset_path: str, key: str, fault: Fault) -> tuple[Path, ...]:
-    """The readable files of a file, a folder (searched whole, hidden names left out) or a glob, sorted."""
-    given = Path(dataset_path).expanduser()
+def source_at(paths: Sequence[str], key: str, label: str, fault: Fault = plain_fault) -> Source:
+    """The source that paths name: files, folders (searched whole), glob patterns, or one `hf:` name."""
+    if paths[0].startswith(HUB_PREFIX) and len(paths) == 1:
+        repository, *more = paths[0].removeprefix(HUB_PREFIX).split(":")
+        if not repository or len(more) > 2:
+            raise ConfigError(fault(key, "must be hf:REPOSITORY[:SUBSET[:SPLIT]]", ""))
+        subset, split = [*more, "", ""][:2]
+        return _hub_source(label, key, (repository, subset or None, split or "train"), fault)
+    files = {path for given in paths for path in files_at(given, key, fault)}
+    unreadable = sorted(path for path in files if not _kind(path) and path.name.endswith(UNREADABLE_DATA))
     read = f"files that are read: {', '.join(sorted(READABLE))}"
-    if given.is_dir():
-        found = [path for path in given.rglob("*") if not _hidden(path.relative_to(given))]
-        rule = "the folder holds no file that is read"
-    elif given.exists():
-        found, rule = [given], "not a form of data that is read"
-    elif glob.has_magic(dataset_path):
-        found = [Path(name) for name in glob.glob(str(given), recursive=True)]
-        rule = "the pattern matches no file that is read" if found else "the pattern matches nothing"
-    else:
-        raise ConfigError(fault(key, "no such file or folder", "give a file, a folder or a glob pattern"))
-    files = sorted((path.absolute() for path in found if path.is_file()), key=str)
-    readable = tuple(path for path in files if _kind(path))
-    unreadable = [path for path in files if path.name.endswith(UNREADABLE_DATA)]
     if unreadable:
         raise ConfigError(fault(key, f"{unreadable[0]} is a form of data that is not read", read))
+    readable = sorted((path for path in files if _kind(path)), key=str)
     if not readable:
+        given = Path(paths[0]).expanduser()
+        rules = ("the folder holds no file that is read", "not a form of data that is read")
+        rule = rules[given.is_file()] if given.exists() else "the pattern matches no file that is read"
         raise ConfigError(fault(key, rule, read))
-    return readable
+    return FileSource(label, tuple((path, _kind(path)) for path in readable))
+
+
+def _hub_source(label: str, key: str, names: tuple[str, str | None, str], fault: Fault) -> HubSource:
+    if importlib.util.find_spec("datasets") is None:
+        way_out = "pip install 'minititan[hf]', or set a dataset_path of local files"
+        raise ConfigError(fault(key, "is downloaded by the 'datasets' package, which is missing", way_out))
+    return HubSource(label, *names)
+
+
+def files_at(given: str, key: str, fault: Fault) -> set[Path]:
+    """The files that a path names: a file, a folder (searched whole, hidden names left out) or a glob."""
+    path = Path(given).expanduser()
+    if path.is_dir():
+        found: Iterable[Path] = (f for f in path.rglob("*") if not _hidden(f.relative_to(path)))
+    elif path.exists():
+        found = [path]
+    elif glob.has_magic(given):
+        found = [Path(name) for name in glob.glob(str(path), recursive=True)]
+        if not found:
+            raise ConfigError(fault(key, "the pattern matches nothing", "give a file, a folder or a pattern"))
+    else:
+        raise ConfigError(fault(key, "no such file or folder", "give a file, a folder or a glob pattern"))
+    return {file.absolute() for file in found if file.is_file()}
 
 
 def _hidden(relative: Path) -> bool:

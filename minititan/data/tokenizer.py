@@ -21,8 +21,9 @@ KEY = "model.hf_assets_path"
 
 
 class Tokenizer(Protocol):
-    """`vocab_size` covers the largest id that `encode_batch` may give."""
+    """`vocab_size` covers the largest id that `encode_batch` may give; `path` is its file, "" for none."""
 
+    path: str
     vocab_size: int
     bos_id: int | None
     eos_id: int | None
@@ -36,6 +37,7 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """One token a byte of UTF-8: ids 0 to 255, then bos, eos, pad, unk and four reserved ids."""
 
+    path = ""
     vocab_size = 264
     bos_id: int | None = 256
     eos_id: int | None = 257
@@ -53,6 +55,7 @@ class FileTokenizer:
     """A `tokenizer.json`, with the special tokens that the files beside it name."""
 
     def __init__(self, file: Path, fault: Fault) -> None:
+        self.path = str(file.absolute())
         try:
             content = file.read_bytes()
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)

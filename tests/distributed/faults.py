@@ -1,4 +1,4 @@
-"""All that may befall a checkpoint, made to happen to two ranks: what they say, and what a restart does.
+"""All that may befall a checkpoint of two ranks: how it comes, what they say, and what a restart does.
 
 Each fault of `SAVING` comes while step 3 is saved beside the steps 1 and 2 (the newest two are kept); each of
 `AT_REST` spoils the newest of the steps 1 to 3 while nothing runs.
@@ -6,27 +6,15 @@ Each fault of `SAVING` comes while step 3 is saved beside the steps 1 and 2 (the
 
 import os
 import pickle
-import re
 import shutil
-import subprocess
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
-
-from minititan import faults
-from minititan.checkpoint.checkpointer import Checkpointer
-from minititan.config import ConfigError
 from tests.checkpoints import flip, largest_file, seal_again
-from tests.distributed.harness import RankError, run_ranks
 
-RANKS = 2
 NOBODY = 65534
 KILLED = "(killed)"
 OTHER_BYTES = "damaged (its SHA-256 is not that of what was saved)"
@@ -64,9 +52,19 @@ class AtRest:
 
 @contextmanager
 def read_only(folder: Path) -> Iterator[None]:
-    """The folder turns read-only; root, for whom no folder is, gives up its rights."""
-    root = os.geteuid() == 0
+    """The folder turns read-only, for root too."""
     folder.chmod(0o555)
+    try:
+        with without_rights():
+            yield
+    finally:
+        folder.chmod(0o755)
+
+
+@contextmanager
+def without_rights() -> Iterator[None]:
+    """Root, for whom no folder is read-only, gives up its rights."""
+    root = os.geteuid() == 0
     if root:
         os.seteuid(NOBODY)
     try:
@@ -74,7 +72,6 @@ def read_only(folder: Path) -> Iterator[None]:
     finally:
         if root:
             os.seteuid(0)
-        folder.chmod(0o755)
 
 
 def _quota(folder: Path) -> Any:
@@ -230,151 +227,3 @@ AT_REST = (
         load_step=3,
     ),
 )
-
-
-# ---- What runs on the ranks
-
-
-def tensors(rank: int, world: int, value: float, more: int = 0) -> dict[str, Tensor]:
-    """A sharded parameter with its state, all of one value; on rank 1 `more` numbers."""
-    mesh = init_device_mesh("cpu", (world,))
-    sharded = {
-        key: distribute_tensor(torch.full((4000,), value), mesh, [Shard(0)])
-        for key in ("model.w", "optimizer.w.exp_avg")
-    }
-    own = {"model.more": torch.zeros(more)} if more and rank == 1 else {}
-    return {**sharded, "optimizer.w.step": torch.tensor(value), **own}
-
-
-def save_steps(rank: int, world: int, folder: Path, steps: Sequence[int]) -> None:
-    there = Checkpointer(folder, keep_latest_k=0, rank=rank)
-    for step in steps:
-        there.save(step, tensors(rank, world, float(step)), {"step": step})
-
-
-def save_under_faults(rank: int, world: int, cases: list[tuple[int, Path]]) -> list[str]:
-    """Saves step 3 under each fault (by its number); what was said."""
-    said = []
-    for number, folder in cases:
-        fault = SAVING[number]
-        there = Checkpointer(folder, keep_latest_k=2, rank=rank)
-        state = tensors(rank, world, 3.0, more=fault.disk_kib * 1024)
-        faults._passes.clear()
-        os.environ[faults.VARIABLE] = fault.asked
-        try:
-            with fault.around(folder) if rank == fault.rank else nullcontext():
-                there.save(3, state, {"step": 3})
-            said.append("")
-        except ConfigError as error:
-            said.append("; ".join(error.faults))
-        del os.environ[faults.VARIABLE]
-    return said
-
-
-def restart(rank: int, world: int, cases: list[tuple[Path, int | None]]) -> list[Outcome]:
-    """Goes on from each folder, as a run that has `load_step` does, and saves a step more."""
-    outcomes = []
-    for folder, load_step in cases:
-        lines: list[str] = []
-        there = Checkpointer(folder, keep_latest_k=0, rank=rank, say=lines.append)
-        try:
-            found = there.newest() if load_step is None else there.verified(load_step)
-            assert found is not None
-            step, target = found.manifest.step, tensors(rank, world, 0.0)
-            assert there.load(found, target) == {"step": step}
-            for tensor in target.values():
-                assert getattr(tensor, "to_local", lambda t=tensor: t)().unique().tolist() == [step]
-            there.save(9, target, {"step": 9})
-            outcomes.append(Outcome("; ".join(lines), step))
-        except ConfigError as error:
-            outcomes.append(Outcome("; ".join(error.faults), None))
-    return outcomes
-
-
-# ---- All of it
-
-
-def snapshot(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-@contextmanager
-def small_disk(folder: Path, kib: int) -> Iterator[None]:
-    """The folder is a disk of this size."""
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", str(folder)], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
-
-
-def run_faults(root: Path) -> dict[str, Outcome]:
-    """The outcome of every fault, by name; fails where ranks are not at one or a whole step was touched.
-
-    `root` must be open to all users. Only root can make a small disk.
-    """
-    save = [fault for fault in SAVING if not fault.disk_kib or os.geteuid() == 0]
-    folders = {fault.name: root / str(number) for number, fault in enumerate((*save, *AT_REST))}
-    with ExitStack() as disks:
-        for fault in save:
-            if fault.disk_kib:
-                disks.enter_context(small_disk(folders[fault.name], fault.disk_kib))
-        run_ranks(save_steps, RANKS, root / "saved", (1, 2, 3))
-        before = {step: snapshot(root / "saved" / f"step-{step}") for step in (1, 2)}
-        load_steps = {fault.name: fault.load_step for fault in AT_REST}
-        for name, folder in folders.items():
-            ignore = (lambda *_: []) if name in load_steps else (lambda *_: ["step-3"])
-            shutil.copytree(root / "saved", folder, ignore=ignore, dirs_exist_ok=True)
-        said = _save_all(save, folders)
-        for fault in AT_REST:
-            fault.spoil(folders[fault.name])
-        cases = [(folder, load_steps.get(name)) for name, folder in folders.items()]
-        ranks = zip(*run_ranks(restart, RANKS, cases), strict=True)
-        return {
-            name: _checked(folder, said.get(name), outcomes, before)
-            for (name, folder), outcomes in zip(folders.items(), ranks, strict=True)
-        }
-
-
-def _save_all(save: list[Saving], folders: dict[str, Path]) -> dict[str, str]:
-    """What was said while step 3 was saved under each fault."""
-    said: dict[str, str] = {}
-    alive: list[Saving] = []
-    for fault in save:
-        if fault.expected.said != KILLED:
-            alive.append(fault)
-            continue
-        try:
-            run_ranks(save_under_faults, RANKS, [(SAVING.index(fault), folders[fault.name])])
-        except RankError as error:
-            said[fault.name] = KILLED if "died with exit code -9" in str(error) else str(error)
-    cases = [(SAVING.index(fault), folders[fault.name]) for fault in alive]
-    first, other = run_ranks(save_under_faults, RANKS, cases)
-    assert first == other
-    return said | dict(zip([fault.name for fault in alive], first, strict=True))
-
-
-def _checked(
-    folder: Path, said: str | None, outcomes: tuple[Outcome, ...], before: dict[int, dict[str, bytes]]
-) -> Outcome:
-    """The outcome, after checking that ranks are at one and that what was whole is as it was.
-
-    `said`: while saving, None for a fault at rest.
-    """
-    first, other = outcomes
-    assert first.restart == other.restart
-    if first.restart is None:
-        assert first.said == other.said
-    else:
-        assert not [name for name in os.listdir(folder) if name.startswith(".tmp-")]
-        # Once step 3 was saved, step 1 was on its way out.
-        for step in before if said is None or first.restart == 2 else (2,):
-            assert snapshot(folder / f"step-{step}") == before[step]
-    assert not (folder / "evil").exists()
-    if said is None:
-        said = first.said
-    else:
-        assert first.said == ""
-    text = said.replace(f"{folder}/", "").replace(str(folder), "...")
-    return Outcome(re.sub(r"\d+ bytes, must be \d+", SIZE, text), first.restart)

@@ -15,7 +15,6 @@ Overrides = dict[str, str]
 
 # The run that every row changes: real text, small enough for 10 steps in about a second.
 BASE: Overrides = {
-    "training.dataset": "stdlib",
     "training.steps": "10",
     "training.seq_len": "16",
     "training.local_batch_size": "32",
@@ -325,9 +324,17 @@ ODD_SIZES = (
     _row("tp2", "length-17 no-sp", NO_SEQUENCE, LENGTH_17),
     _row("dp2-tp2", "Adam", same=ADAM),
 )
+DOCUMENTS: Overrides = {"data.document_mask": "true"}
+SAMPLED = (
+    _row("dp2-tp2", "documents ac-op", FACTORS["checkpointing"]["ac-op"], DOCUMENTS),
+    _row("tp2", "documents no-sp", NO_SEQUENCE, DOCUMENTS),
+    _row("dp2", "documents aot-eager", _compiled("aot_eager"), DOCUMENTS),
+    _row("hsdp2x2", "pack", same=DOCUMENTS | {"data.samples": "pack"}),
+    _row("dp2-tp2", "pad ac-full", FACTORS["checkpointing"]["ac-full"], DOCUMENTS | {"data.samples": "pad"}),
+    _row("dp4", "growing batch", same={"training.global_batch_size_schedule": "[{step = 4, size = 64}]"}),
+)
 
-
-EXTRAS = (*BUDGETED, *OFFLOADED, *ODD_SIZES, *IN_FLOAT32, *CHECKPOINTED, *COMPILED_IN_FLOAT32)
+EXTRAS = (*BUDGETED, *OFFLOADED, *SAMPLED, *ODD_SIZES, *IN_FLOAT32, *CHECKPOINTED, *COMPILED_IN_FLOAT32)
 
 
 def every_row() -> tuple[Row, ...]:
@@ -360,6 +367,6 @@ def quick_rows() -> tuple[Row, ...]:
         *(row.name for row in CHECKPOINTED),
         *(f"{layout} inductor float32" for layout in ("one", "dp2", "tp2")),
         *("dp3", "dp2 offload", "one budget-0", "tp2 vocabulary-265", "dp4-tp2 vocabulary-265 tied"),
-        "dp2-tp2 layers-3 ac-2",
+        *("dp2-tp2 layers-3 ac-2", "tp2 documents no-sp", "hsdp2x2 pack", "dp4 growing batch"),
     }
     return (*map(row_of, crossed), *(row for row in EXTRAS if row.name in names))

@@ -36,8 +36,10 @@ tensor parallelism; ac-full, ac-op, ac-2: activation checkpointing full, selecti
 second layer; budget-x: by memory budget; aot-eager, inductor: compiled by that backend; no-sp, no-ep,
 no-lp: without sequence, embedding, loss parallelism; always, never: `fsdp_reshard_after_forward`; accN: N
 micro-batches; foreach, for-loop: the optimizer's implementation (else fused); offload: parameters and
-moments offloaded to the CPU; tied: embedding and head are one; mha: as many key/value heads as query heads
-(else half of them); no-clip: no clipping (else to 0.5); the others name a size that does not divide evenly.
+moments offloaded to the CPU; tied: embedding and head are one; mha: as many key/value heads as query
+heads (else half of them); documents: attention inside documents, for pack and pad as well; pack, pad:
+`data.samples`; growing batch: of twice the size from step 4 on; no-clip: no clipping (else to 0.5); the
+others name a size that does not divide evenly.
 Rows without such a word have the default.
 
 """

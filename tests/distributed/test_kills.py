@@ -7,7 +7,7 @@ from tests.distributed.kills import kill_saves
 
 def test_kills_at_random_moments(tmp_path):
     killed = kill_saves(tmp_path / "checkpoint", 10)
-    assert killed.kills == 10 and killed.step >= 10
+    assert killed.kills == 10 and killed.step >= 10  # each got on by a step at least
 
 
 @pytest.mark.slow

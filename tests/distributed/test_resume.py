@@ -125,8 +125,8 @@ SAID: dict[str, tuple[Overrides, list[str]]] = {
     "other groups": (
         {"optimizer.param_groups": '[{pattern = "lm_head.weight", lr = 1e-4}]'},
         [
-            "optimizer.param_groups = [{'pattern': 'lm_head.weight', 'name': None, 'lr': 0.0001, "
-            "'weight_decay': None}]: the checkpoint has []; the config wins"
+            'optimizer.param_groups = [{pattern = "lm_head.weight", name = unset, lr = 0.0001, '
+            "weight_decay = unset}]: the checkpoint has []; the config wins"
         ],
     ),
     "another way to compute": ({"optimizer.implementation": "for-loop"}, []),
