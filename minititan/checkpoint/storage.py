@@ -115,9 +115,11 @@ class _SyncedFiles(FileSystem):
 
 
 class _Writer(FileSystemWriter):
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, one_by_one: bool):
         # More than one thread can lose the failure of a file.
         super().__init__(path, thread_count=1, sync_files=False, overwrite=False)
+        if one_by_one:  # else a tensor may be asked for before the last one is written, where there is a GPU
+            self.per_thread_copy_ahead = 0
         self.fs = _SyncedFiles()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -244,7 +246,7 @@ def write_tensors(
     all ranks when it failed on one.
     """
     detached = {key: tensor.detach() for key, tensor in tensors.items()}
-    writer = _Writer(path)
+    writer = _Writer(path, one_by_one=read is not None)
     with _dcp():
         metadata = save(detached, storage_writer=writer, planner=_SavePlanner(read), process_group=group)
     return _infos(metadata), writer.fs.written
