@@ -48,13 +48,37 @@ def data_command(argv: Sequence[str]) -> int:
     return data(argv)
 
 
+def import_command(argv: Sequence[str]) -> int:
+    """Makes a run from weights in Hugging Face's form."""
+    from minititan.commands.hugging_face import import_command
+
+    return import_command(argv)
+
+
+def export_command(argv: Sequence[str]) -> int:
+    """Writes a checkpoint in Hugging Face's form."""
+    from minititan.commands.hugging_face import export_command
+
+    return export_command(argv)
+
+
+def checkpoint_command(argv: Sequence[str]) -> int:
+    """Looks at checkpoints, and thins them out."""
+    from minititan.commands.checkpoint import checkpoint_command
+
+    return checkpoint_command(argv)
+
+
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "config": (config_command, "print the resolved TOML of a run; --schema: the JSON schema for editors"),
     "prepare": (prepare_command, "make text into tokens for training, once"),
     "data": (data_command, "ls, verify, head: what prepared data holds, whether it is whole, how it reads"),
     "train": (train_command, "train in one process (several: torchrun -m minititan.train)"),
+    "import": (import_command, "make a run that trains on from weights in Hugging Face's form"),
+    "export": (export_command, "write a checkpoint in Hugging Face's form"),
+    "checkpoint": (checkpoint_command, "ls, show, verify, diff, prune, convert checkpoints"),
 }
-OWN_HELP = ("prepare", "data")
+OWN_HELP = ("prepare", "data", "import", "export", "checkpoint")
 """Commands that take no keys of the file, and have a help of their own."""
 
 
@@ -89,6 +113,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("Interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except SystemExit as ended:  # of argparse, after its help
+        return int(ended.code or 0)
     except BrokenPipeError:  # whoever read our output, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE

@@ -39,22 +39,24 @@ def init_parameters(
     Raises ValueError where `init_` leaves a value unset.
     """
     for name, parameter in named_parameters.items():
-        shape, offset = tuple(parameter.shape), (0,) * parameter.ndim
-        local = parameter.detach()
-        if isinstance(local, DTensor):
-            shape, offset = compute_local_shape_and_global_offset(
-                parameter.shape, local.device_mesh, local.placements
-            )
-            local = local.to_local()
+        local, offset = local_part(parameter)
         if local.numel():
-            _fill(name, local, parameter.shape, shape, offset, init_, seed)
+            _fill(name, local, parameter.shape, offset, init_, seed)
+
+
+def local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """Return this rank's part of a tensor, DTensor or not, and where in the whole it begins."""
+    whole = parameter.detach()
+    if not isinstance(whole, DTensor):
+        return whole, (0,) * whole.ndim
+    _, offset = compute_local_shape_and_global_offset(whole.shape, whole.device_mesh, whole.placements)
+    return whole.to_local(), offset
 
 
 def _fill(
     name: str,
     local: Tensor,
     full_shape: torch.Size,
-    shape: Sequence[int],
     offset: Sequence[int],
     init_: Callable[[str, Tensor, torch.Generator], None],
     seed: int,
@@ -62,8 +64,10 @@ def _fill(
     """Fill the slice of the parameter that begins at `offset`, block of rows by block of rows."""
     row_elements = max(1, full_shape[1:].numel())
     rows = max(1, BLOCK_ELEMENTS // row_elements)
-    first, last = offset[0], offset[0] + shape[0]
-    columns = tuple(slice(start, start + size) for start, size in zip(offset[1:], shape[1:], strict=True))
+    first, last = offset[0], offset[0] + local.shape[0]
+    columns = tuple(
+        slice(start, start + size) for start, size in zip(offset[1:], local.shape[1:], strict=True)
+    )
     for block in range(first // rows, -(-last // rows)):
         start = block * rows
         values = torch.full(

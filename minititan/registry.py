@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from minititan.config import ConfigError
 from minititan.config.error import closest
 from minititan.models import decoder, llama3
+from minititan.models.hugging_face import HuggingFaceForm
 
 ENTRY_POINT_GROUP = "minititan.models"
 Fault = Callable[
@@ -45,6 +46,7 @@ class ModelSpec:
     tensor_parallel_plan: Mapping[str, str] | None = (
         None  # module-name pattern -> style; None: no tensor parallelism
     )
+    hugging_face: HuggingFaceForm | None = None  # None: no import from and export to Hugging Face's form
 
 
 _registry: dict[str, ModelSpec] = {}
@@ -85,6 +87,17 @@ def resolve(
     if getattr(args, "vocab_size", 0) is None:
         args = dataclasses.replace(args, vocab_size=vocab_size)
     return spec, args
+
+
+def families() -> Mapping[str, ModelSpec]:
+    """Return all that is registered."""
+    return _registry
+
+
+def restored(name: str, args: Mapping[str, Any], fault: Fault) -> tuple[ModelSpec, Any]:
+    """Return the spec and the arguments of a model; a checkpoint has all of them."""
+    spec = _lookup(_registry, name, "model.name", fault)
+    return spec, _override(next(iter(spec.flavors.values())), args, fault)
 
 
 def _lookup(table: Mapping[str, Any], name: str, key: str, fault: Fault) -> Any:
@@ -176,5 +189,6 @@ register(
         init_=decoder.init_parameter,
         flops_per_token=decoder.flops_per_token,
         tensor_parallel_plan=decoder.TENSOR_PARALLEL_PLAN,
+        hugging_face=llama3.HUGGING_FACE,
     ),
 )

@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from minititan.checkpoint.checkpointer import Checkpointer, Verified
@@ -17,8 +19,10 @@ from minititan.config.error import literal
 from minititan.data import DataState, TrainLoader
 from minititan.distributed import Distributed
 from minititan.guard import Guard
+from minititan.hugging_face.exports import STATE, kept_state
+from minititan.hugging_face.mesh import load_folder, save_folder
 from minititan.optimizer import GroupedOptimizer, optimizer_tensors
-from minititan.run import Run
+from minititan.run import Run, initial_load_path
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ class Checkpoints:
     ) -> None:
         self.run, self.section, self.say = run, run.config.checkpoint, say
         self.parameters, self.optimizer, self.loader, self.guard = parameters, optimizer, loader, guard
+        self.imported: dict[str, Any] | None = None  # the config.json that the weights came with
         self.checkpointer = Checkpointer(
             run.checkpoint_folder,
             keep_latest_k=self.section.keep_latest_k,
@@ -62,6 +67,23 @@ class Checkpoints:
         state = optimizer_tensors(self.optimizer, self.parameters)
         return model | {f"optimizer.{name}": tensor for name, tensor in state.items()}
 
+    def exported_tensors(self) -> dict[str, Tensor]:
+        """Return the weights in the type for a last save of weights only."""
+        dtype = getattr(torch, self.section.export_dtype)
+        return {name: tensor.to(dtype) for name, tensor in self.tensors(model_only=True).items()}
+
+    def kept_for_export(self, step: int) -> dict[str, Any]:
+        """Return what an export of the step will need besides its tensors."""
+        run = self.run
+        path = step_folder(run.checkpoint_folder, step)
+        return kept_state(self.imported, run.config.model.hf_assets_path, path, run.folder)
+
+    def export(self, step: int) -> None:
+        """Write a saved step in Hugging Face's form too."""
+        begin, path = time.perf_counter(), self.run.folder / "hugging_face" / f"step-{step}"
+        save_folder(step_folder(self.run.checkpoint_folder, step), path)
+        self.say(f"Wrote {path} in {time.perf_counter() - begin:.1f} s")
+
     def to_save(
         self, progress: Progress, *, last: bool, validation_loss: float | None
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -70,14 +92,16 @@ class Checkpoints:
         `last`: at the end of the run. `validation_loss`: of the validation at this step, if there was one.
         """
         config = self.run.config
+        tensors = self.exported_tensors() if last and self.section.last_save_model_only else self.tensors()
         state = {
             "train_state": {"tokens_seen": progress.tokens_seen, "validation_loss": validation_loss},
             "guard": self.guard.state(),
             "dataloader": dataclasses.asdict(self.loader.state()),
             **settings_of(config),
+            STATE: self.kept_for_export(progress.steps_done),
         }
         args = dataclasses.asdict(self.run.args)
-        return self.tensors(model_only=last and self.section.last_save_model_only), {
+        return tensors, {
             "train_state": state,
             "model": {"name": config.model.name, "flavor": config.model.flavor, "args": args},
             "layout": dataclasses.asdict(self.run.layout),
@@ -95,23 +119,42 @@ class Checkpoints:
             return Progress()
         own = checkpointer.newest() if section.load_step < 0 else checkpointer.verified(section.load_step)
         if own is not None:
-            progress = self.load_from(own, model_only=False)
+            imported = own.manifest.step == 0  # weights, of which the run begins
+            progress = self.load_from(own, model_only=imported)
             if not section.load_only:
                 for name in checkpointer.set_newer_aside(progress.steps_done):
                     self.say(f"A newer checkpoint was moved aside: {checkpointer.folder / name}")
+            if imported:
+                self.say(
+                    f"Started from the imported weights in {own.path}, with a fresh optimizer, at step 0"
+                )
+                return progress
             done, step = progress.steps_done, own.manifest.step
             anew = "" if done == step else f"; steps are counted from {done}"
             ranks = own.manifest.layout["world_size"]
             self.say(f"Resumed from step {step}, saved by {ranks} processes{anew}")
             return progress
-        if not section.initial_load_path:
+        path = initial_load_path(self.run.config)
+        if path is None:
             return Progress()
-        initial = checkpointer.verified(Path(section.initial_load_path).expanduser())
+        if section.initial_load_in_hf:
+            return self.load_hugging_face(path)
+        initial = checkpointer.verified(path)
         if not section.initial_load_model_only:
             self.check_whole(initial)
         progress = self.load_from(initial, section.initial_load_model_only)
         self.say(f"Started from {section.initial_load_path}, at step {progress.steps_done}")
         return progress
+
+    def load_hugging_face(self, path: Path) -> Progress:
+        """Take the weights from a folder in Hugging Face's form."""
+        spec, args = self.run.spec, self.run.args
+        assert spec.hugging_face is not None, "checked at the start of the run"
+        with torch.device("meta"):
+            model = spec.build(args)
+        self.imported = load_folder(path, spec.hugging_face, model, self.parameters, args, self.say)
+        self.say(f"Started from {path}, at step 0")
+        return Progress()
 
     def check_whole(self, source: Verified) -> None:
         """Raise ConfigError when what is to give all of a run's state holds nothing but a model."""
@@ -124,7 +167,8 @@ class Checkpoints:
         """Take over the state of a checkpoint, or only its weights."""
         section, exclude = self.section, self.section.exclude_from_loading
         tensors = self.tensors(model_only=model_only)
-        state = self.checkpointer.load(source, tensors, exclude, strict=section.load_strict)
+        state = self.checkpointer.load(source, tensors, exclude, strict=section.load_strict, cast=model_only)
+        self.imported = state.get(STATE, {}).get("config")
         self.note_changes(source, state)
         if model_only:
             return Progress()

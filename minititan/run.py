@@ -13,6 +13,7 @@ from torch import nn
 from minititan import data, registry
 from minititan.checkpoint.folder import check_checkpoint, check_step, check_writable, committed_steps
 from minititan.config import Config, ConfigError, Layout, validate
+from minititan.hugging_face.mesh import check_folder
 from minititan.optimizer import ParamGroup, rules_of
 from minititan.parallelisms.fsdp import uneven_faults
 from minititan.parallelisms.tensor_parallel import plan_faults
@@ -55,6 +56,15 @@ def folder_of(config: Config) -> Path:
 
 def checkpoint_folder_of(config: Config) -> Path:
     return folder_of(config) / config.checkpoint.folder
+
+
+def initial_load_path(config: Config) -> Path | None:
+    """Return what a run without a checkpoint of its own starts from."""
+    section = config.checkpoint
+    path = section.initial_load_path
+    if path is None and section.initial_load_in_hf:
+        path = config.model.hf_assets_path
+    return Path(path).expanduser() if path else None
 
 
 def check_model(config: Config, spec: registry.ModelSpec, args: Any) -> nn.Module:
@@ -109,7 +119,7 @@ def check_names(config: Config, model: nn.Module) -> None:
         raise ConfigError(config.fault("compile.backend", "no such backend", way_out))
 
 
-def check_folders(config: Config, model: nn.Module) -> None:
+def check_folders(config: Config, spec: registry.ModelSpec, model: nn.Module) -> None:
     """Raise ConfigError where a folder cannot be written, or a checkpoint to start from is not there."""
     check_writable("job.dump_folder", folder_of(config))
     section, folder = config.checkpoint, checkpoint_folder_of(config)
@@ -119,9 +129,24 @@ def check_folders(config: Config, model: nn.Module) -> None:
         check_writable("checkpoint.folder", folder, with_moments)
     if section.enable and section.load_step >= 0:
         check_step(folder, section.load_step)
-    elif section.enable and section.initial_load_path and not committed_steps(folder):
-        path = Path(section.initial_load_path).expanduser()
-        check_checkpoint(path, f"checkpoint.initial_load_path = {json.dumps(section.initial_load_path)}")
+    elif section.enable and (path := initial_load_path(config)) and not committed_steps(folder):
+        if not section.initial_load_in_hf:
+            check_checkpoint(path, f"checkpoint.initial_load_path = {json.dumps(section.initial_load_path)}")
+        elif spec.hugging_face is not None:
+            check_folder(path, spec.hugging_face, model)
+
+
+def check_hugging_face(config: Config, spec: registry.ModelSpec) -> None:
+    """Raise ConfigError where the config asks for Hugging Face's form of a family that has none."""
+    section, faults = config.checkpoint, []
+    for key in ("initial_load_in_hf", "last_save_in_hf"):
+        if section.enable and getattr(section, key) and spec.hugging_face is None:
+            rule = f"the family {config.model.name} has no form of Hugging Face"
+            faults.append(
+                config.fault(f"checkpoint.{key}", rule, "give its ModelSpec one, or set it to false")
+            )
+    if faults:
+        raise ConfigError(*faults)
 
 
 @contextmanager
@@ -180,9 +205,12 @@ def check(config: Config, world_size: int) -> Run:
         for key, dataset, path in sources_of(config, name).values():
             with collected(faults):
                 data.check_source(dataset, path, section=key, fault=source_fault(config))
-    for check_part in (check_names, check_folders):
-        with collected(faults):
-            check_part(config, built)
+    with collected(faults):
+        check_names(config, built)
+    with collected(faults):
+        check_hugging_face(config, spec)
+    with collected(faults):
+        check_folders(config, spec, built)
     if faults or layout is None:
         raise ConfigError(*faults)
     return Run(config, spec, args, tokenizer, layout)

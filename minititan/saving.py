@@ -67,6 +67,8 @@ class Saves:
                 self._checkpoints.checkpointer.save(step, tensors, **of)
                 self._failures = 0
                 self._say(f"Saved step {step} in {time.perf_counter() - begin:.1f} s")
+            if last and self._section.last_save_in_hf:
+                self._checkpoints.export(step)
             return
         said = f"Saved step {step} in the background in {{:.1f}} s"
         self._background.start(step, tensors, lambda seconds: self._say(said.format(seconds)), **of)

@@ -270,6 +270,18 @@ def test_every_byte_is_synced_before_the_folder_gets_its_name(tmp_path, monkeypa
     assert "checkpoint" in synced and any(name.startswith(".tmp-step-1-") for name in synced)
 
 
+def test_tensors_that_are_read_late_are_read_one_by_one_on_a_machine_with_a_gpu_too(tmp_path, monkeypatch):
+    """Otherwise the memory of one would be given back before it is written."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    values = {f"model.{i}": torch.full((3,), float(i)) for i in range(4)}
+    metas = {key: torch.empty(3, device="meta") for key in values}
+    checkpointer(tmp_path).save(1, metas, {}, read=values.__getitem__)
+    monkeypatch.undo()
+    found = {key: torch.zeros(3) for key in values}
+    checkpointer(tmp_path).load(1, found)
+    assert all(torch.equal(found[key], value) for key, value in values.items())
+
+
 # What is there
 
 

@@ -207,18 +207,9 @@ REFUSED = {
         ["parallelism.expert_parallel_degree=2"],
         "expert parallelism is not there yet; only 1 so far",
     ),
-    "checkpoint.initial_load_in_hf": (
-        ["checkpoint.enable", "checkpoint.initial_load_in_hf"],
-        "import from the form",
-    ),
     "checkpoint.initial_load_in_hf_quantized": (
         ["checkpoint.enable", "checkpoint.initial_load_in_hf_quantized"],
-        "import from the form",
-    ),
-    "checkpoint.last_save_in_hf": (["checkpoint.enable", "checkpoint.last_save_in_hf"], "export to the form"),
-    "checkpoint.export_dtype": (
-        ["checkpoint.enable", "checkpoint.last_save_model_only", "checkpoint.export_dtype=bfloat16"],
-        "export in another type is not there yet",
+        "quantised weights are not read; load a checkpoint in bfloat16",
     ),
     "checkpoint.create_seed_checkpoint": (
         ["checkpoint.enable", "checkpoint.create_seed_checkpoint"],
@@ -338,3 +329,24 @@ def test_a_mixture_that_cannot_be_is_refused(tmp_path: Path, words: tuple[str, .
 def test_a_mixture_is_taken(tmp_path: Path) -> None:
     stage = "data.stages=[{step = 5, weights = {a = 0, b = 1.0}}, {step = 6, weights = {a = 1, b = 2}}]"
     assert faults(tmp_path, TWO, stage) == ()
+
+
+def test_files_of_hugging_face_hold_weights_only(tmp_path: Path) -> None:
+    assert faults(tmp_path, "checkpoint.enable", "checkpoint.initial_load_in_hf") == (
+        "checkpoint.initial_load_in_hf = true: needs checkpoint.initial_load_path, or "
+        "model.hf_assets_path with weights; name the folder, or set it to false",
+    )
+    words = ("checkpoint.initial_load_path=x", "checkpoint.no_initial_load_model_only")
+    assert faults(tmp_path, "checkpoint.enable", "checkpoint.initial_load_in_hf", *words) == (
+        "checkpoint.initial_load_model_only = false: files in Hugging Face's form hold weights only; "
+        "set it to true",
+    )
+    words = ("checkpoint.initial_load_path=x", "checkpoint.exclude_from_loading=model")
+    assert faults(tmp_path, "checkpoint.enable", "checkpoint.initial_load_in_hf", *words) == (
+        'checkpoint.exclude_from_loading = ["model"]: leaves out all that '
+        'checkpoint.initial_load_in_hf loads; take "model" out',
+    )
+    assert faults(tmp_path, "checkpoint.enable", "checkpoint.last_save_in_hf") == (
+        "checkpoint.last_save_in_hf = true: needs checkpoint.last_save_model_only = true; "
+        "set it, or keep the whole step and run minititan export",
+    )

@@ -26,9 +26,9 @@ def test_a_fault_goes_to_stderr_with_exit_code_2(tmp_path: Path, capsys: pytest.
 
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["conf"]) == 2
-    assert (
-        capsys.readouterr().err
-        == "command line: conf: no such command; nearest: config; commands: config, prepare, data, train\n"
+    assert capsys.readouterr().err == (
+        "command line: conf: no such command; nearest: config; "
+        "commands: config, prepare, data, train, import, export, checkpoint\n"
     )
 
 

@@ -122,19 +122,21 @@ class Checkpointer:
         model: Mapping[str, Any] | None = None,
         layout: Mapping[str, Any] | None = None,
         group: ProcessGroup | None = None,
+        read: Callable[[str], Tensor] | None = None,
     ) -> None:
         """Saves a step; `train_state` (JSON, the same on all ranks) lies beside the tensors.
 
         `model` and `layout` say what it is of. On any failure all ranks raise the same error, the folder
         has no `step-N` of this save, and earlier checkpoints are as they were. A `step-N` that is there
-        already is moved aside. `group`: of all ranks, for a save beside other communication.
+        already is moved aside. `group`: of all ranks, for a save beside other communication. With `read`,
+        which gives their values when they are written, `tensors` are meta tensors.
         """
         try:
             # With pipeline stages ranks have other tensors, else the same.
             needed = sum(dict(gather(contents.space(tensors), group)).values())
             temporary = first_rank(lambda: folder.begin(self.folder, step, needed), group)
             try:
-                infos, own_files = write_tensors(temporary, tensors, group)
+                infos, own_files = write_tensors(temporary, tensors, group, read)
                 files = {name: file for part in gather(own_files, group) for name, file in part.items()}
                 written = Manifest(
                     step=step,
@@ -175,13 +177,14 @@ class Checkpointer:
         exclude: Sequence[str] = (),
         *,
         strict: bool = True,
+        cast: bool = False,
     ) -> dict[str, Any]:
         """Overwrites `tensors` from a checkpoint (see `verified` for what names one).
 
         Returns the saved `train_state` without the top-level keys in `exclude`. Sections that `tensors` has
-        no key of are not loaded; those it has must match key by key, with shapes and dtypes, or ConfigError
-        names the differences before anything is overwritten. Without `strict` those that match are loaded,
-        and a line says of each kind of difference what was skipped.
+        no key of are not loaded; those it has must match key by key, with shapes and (without `cast`) dtypes,
+        or ConfigError names the differences before anything is overwritten. Without `strict` those that
+        match are loaded, and a line says of each kind of difference what was skipped.
         """
         contents.check_exclude(exclude)
         checkpoint = source if isinstance(source, Verified) else self.verified(source)
@@ -191,17 +194,22 @@ class Checkpointer:
             with agreed():
                 metadata = read_metadata(path, checkpoint.manifest)
             selected = contents.wanted(tensors, exclude)
-            skipped = self._skipped(path, selected, saved, strict)
+            skipped = self._skipped(path, selected, saved, strict, cast)
             read_tensors(path, metadata, {k: tensor for k, tensor in selected.items() if k not in skipped})
         except RanksFailedError as failed:
             raise failed.explained(f"{path}: could not be read", WAY_OUT) from None
         return {key: value for key, value in state.items() if key not in exclude}
 
     def _skipped(
-        self, path: Path, selected: Mapping[str, Tensor], saved: Mapping[str, TensorInfo], strict: bool
+        self,
+        path: Path,
+        selected: Mapping[str, Tensor],
+        saved: Mapping[str, TensorInfo],
+        strict: bool,
+        cast: bool,
     ) -> set[str]:
         """The keys that this rank cannot load, after saying so; with `strict` any difference is an error."""
-        found = contents.differences(selected, saved)
+        found = contents.differences(selected, saved, cast)
         faults = _faults_of_all(selected, found, saved)
         if strict and faults:
             raise ConfigError(*(f"{path}: {what}; {way_out}" for what, way_out in faults))

@@ -63,8 +63,10 @@ def unexpected(tensors: Collection[str], saved: Collection[str]) -> set[str]:
     return {key for key in saved if section(key) in sections} - set(tensors)
 
 
-def differences(tensors: Mapping[str, Tensor], saved: Mapping[str, TensorInfo]) -> Differences:
-    """The keys that the checkpoint lacks, or has in another shape or dtype."""
+def differences(
+    tensors: Mapping[str, Tensor], saved: Mapping[str, TensorInfo], cast: bool = False
+) -> Differences:
+    """The keys that the checkpoint lacks, or has in another shape or, where values are not cast, dtype."""
     found = Differences()
     for key, tensor in tensors.items():
         here, there = info_of(tensor), saved.get(key)
@@ -72,7 +74,7 @@ def differences(tensors: Mapping[str, Tensor], saved: Mapping[str, TensorInfo]) 
             found.missing[key] = key
         elif there.shape != here.shape:
             found.shapes[key] = f"{key} {list(there.shape)}, here {list(here.shape)}"
-        elif there.dtype != here.dtype:
+        elif there.dtype != here.dtype and not cast:
             found.dtypes[key] = f"{key} {there.dtype}, here {here.dtype}"
     return found
 

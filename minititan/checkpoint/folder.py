@@ -156,13 +156,21 @@ def move_aside(folder: Path, step: int) -> str:
 
 def retain(folder: Path, keep: Keep, just_saved: int) -> None:
     """Removes the checkpoints that no rule of `keep` wants, never the one just saved."""
-    losses = {step: _validation_loss(step_folder(folder, step)) for step in committed_steps(folder)}
-    for step in steps_to_remove(keep, losses, just_saved):
-        # Renamed first: a half-removed folder must not look like a checkpoint.
-        leaving = _temporary(folder, f"removed-step-{step}")
-        step_folder(folder, step).rename(leaving)
-        faults.point("checkpoint.retain")
-        shutil.rmtree(leaving)
+    for step in steps_to_remove(keep, validation_losses(folder), just_saved):
+        remove_step(folder, step)
+
+
+def remove_step(folder: Path, step: int) -> None:
+    """Removes a checkpoint; renamed first: a half-removed folder must not look like one."""
+    leaving = _temporary(folder, f"removed-step-{step}")
+    step_folder(folder, step).rename(leaving)
+    faults.point("checkpoint.retain")
+    shutil.rmtree(leaving)
+
+
+def validation_losses(folder: Path) -> dict[int, float | None]:
+    """The validation loss of each checkpoint, None where the run did not validate at that step."""
+    return {step: _validation_loss(step_folder(folder, step)) for step in committed_steps(folder)}
 
 
 def _validation_loss(path: Path) -> float | None:

@@ -11,7 +11,7 @@ import hashlib
 import os
 import pickle
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup, is_initialized
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -115,9 +115,11 @@ class _SyncedFiles(FileSystem):
 
 
 class _Writer(FileSystemWriter):
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, one_by_one: bool):
         # More than one thread can lose the failure of a file.
         super().__init__(path, thread_count=1, sync_files=False, overwrite=False)
+        if one_by_one:  # else a tensor may be asked for before the last one is written, where there is a GPU
+            self.per_thread_copy_ahead = 0
         self.fs = _SyncedFiles()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -145,8 +147,18 @@ class _SavePlanner(DefaultSavePlanner):
     (the step counters of Adam), since parameters and moments are DTensors.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, read: Callable[[str], Tensor] | None) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._read = read
+        self._last: Tensor | None = None
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        if self._read is None:
+            return super().lookup_object(index)
+        if self._last is not None:  # written by now, but torch up to 2.13 holds it until the file is done
+            self._last.untyped_storage().resize_(0)
+        self._last = self._read(index.fqn).clone()
+        return self._last
 
     def create_local_plan(self) -> SavePlan:
         plain = {key: tensor for key, tensor in self.state_dict.items() if not isinstance(tensor, DTensor)}
@@ -222,17 +234,21 @@ def read_metadata(path: Path, manifest: Manifest) -> Metadata:
 
 
 def write_tensors(
-    path: Path, tensors: Mapping[str, Tensor], group: ProcessGroup | None = None
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    group: ProcessGroup | None = None,
+    read: Callable[[str], Tensor] | None = None,
 ) -> tuple[dict[str, TensorInfo], dict[str, File]]:
     """Writes the shards of all ranks into an existing folder; all ranks must call it.
 
-    Returns what the tensors of all ranks are, and the files that this rank wrote, by name. Raises
-    RanksFailedError on all ranks when it failed on one.
+    With `read`, which gives values by key, `tensors` are meta tensors: one at a time is in memory. Returns
+    what the tensors of all ranks are, and the files that this rank wrote, by name. Raises RanksFailedError on
+    all ranks when it failed on one.
     """
     detached = {key: tensor.detach() for key, tensor in tensors.items()}
-    writer = _Writer(path)
+    writer = _Writer(path, one_by_one=read is not None)
     with _dcp():
-        metadata = save(detached, storage_writer=writer, planner=_SavePlanner(), process_group=group)
+        metadata = save(detached, storage_writer=writer, planner=_SavePlanner(read), process_group=group)
     return _infos(metadata), writer.fs.written
 
 
@@ -245,15 +261,15 @@ def _infos(metadata: Metadata) -> dict[str, TensorInfo]:
     return infos
 
 
-def read_tensors(path: Path, metadata: Metadata, tensors: Mapping[str, Tensor]) -> None:
-    """Overwrites `tensors`, each rank its own shards; all ranks must call it.
+def read_tensors(path: Path, metadata: Metadata, tensors: Mapping[str, Tensor], alone: bool = False) -> None:
+    """Overwrites `tensors`, each rank its own shards; all ranks must call it, unless one reads `alone`.
 
     Raises RanksFailedError on all ranks when it failed on one.
     """
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     detached = {key: tensor.detach() for key, tensor in tensors.items()}
     with _dcp():
-        load(detached, storage_reader=_Reader(path, metadata), planner=planner)
+        load(detached, storage_reader=_Reader(path, metadata), planner=planner, no_dist=alone)
 
 
 @contextmanager

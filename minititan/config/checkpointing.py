@@ -25,15 +25,17 @@ class Checkpoint(Section):
     initial_load_model_only: bool = True
     """Take only the weights from `initial_load_path`; the run starts at step 0."""
     initial_load_in_hf: bool = False
-    """`initial_load_path` is in the form of Hugging Face; only false so far."""
+    """`initial_load_path` (unset: `model.hf_assets_path`) is in the form of Hugging Face; its weights become
+    `training.dtype`."""
     initial_load_in_hf_quantized: bool = False
-    """The same with quantised weights; only false so far."""
+    """The same with quantised weights; only false: they are not read."""
     last_save_model_only: bool = False
     """Save only the weights at the last step; the run can then not be continued. (TorchTitan: true.)"""
     last_save_in_hf: bool = False
-    """Save the last step in the form of Hugging Face; only false so far."""
+    """With `last_save_model_only`: write the last step in the form of Hugging Face too, into
+    `hugging_face/step-N` in `job.dump_folder`."""
     export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
-    """Type of the weights saved under `last_save_model_only`; only "float32" so far."""
+    """Type of the weights saved under `last_save_model_only`."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     """Save in the background: training waits only while the tensors are copied to memory of the CPU, which is
     kept for the next save; "async_with_pinned_mem": to pinned memory where there is a GPU.

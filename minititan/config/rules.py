@@ -133,16 +133,11 @@ REFUSALS = (
     _not_yet("parallelism.pipeline_parallel_degree", "pipeline parallelism", 1),
     _not_yet("parallelism.context_parallel_degree", "context parallelism", 1),
     _not_yet("parallelism.expert_parallel_degree", "expert parallelism", 1),
-    _not_yet("checkpoint.initial_load_in_hf", "import from the form of Hugging Face", False, _checkpoints),
-    _not_yet(
-        "checkpoint.initial_load_in_hf_quantized", "import from the form of Hugging Face", False, _checkpoints
-    ),
-    _not_yet("checkpoint.last_save_in_hf", "export to the form of Hugging Face", False, _checkpoints),
-    _not_yet(
-        "checkpoint.export_dtype",
-        "export in another type",
-        "float32",
-        lambda c: c.checkpoint.enable and c.checkpoint.last_save_model_only,
+    Refusal(
+        "checkpoint.initial_load_in_hf_quantized",
+        lambda c: c.checkpoint.enable and c.checkpoint.initial_load_in_hf_quantized,
+        "quantised weights are not read",
+        "load a checkpoint in bfloat16",
     ),
     Refusal(
         "checkpoint.create_seed_checkpoint",
@@ -260,6 +255,7 @@ def relation_faults(config: Config) -> list[str]:
         rule = f'must be unset or "float32" with training.dtype = "{dtype}"'
         rule = rule if dtype == "float32" else f'must be unset with training.dtype = "{dtype}"'
         faults.append(config.fault("optimizer.state_dtype", rule))
+    faults += _hugging_face_faults(config)
     total_steps = config.lr_scheduler.total_steps
     if total_steps is not None and total_steps < config.training.steps:
         rule = f"must be at least training.steps ({config.training.steps})"
@@ -315,6 +311,25 @@ def _mixable(weights: Iterable[float]) -> bool:
     fractions = [Fraction(str(weight)) for weight in weights]
     total = sum(fractions)
     return total > 0 and all(w == 0 or w * SMALLEST_SHARE >= total for w in fractions) and min(fractions) >= 0
+
+
+def _hugging_face_faults(config: Config) -> Iterator[str]:
+    """The faults of keys about files in Hugging Face's form, which hold weights alone."""
+    section = config.checkpoint
+    if section.enable and section.initial_load_in_hf:
+        if section.initial_load_path is None and not config.model.hf_assets_path:
+            rule = "needs checkpoint.initial_load_path, or model.hf_assets_path with weights"
+            yield config.fault("checkpoint.initial_load_in_hf", rule, "name the folder, or set it to false")
+        if not section.initial_load_model_only:
+            rule = "files in Hugging Face's form hold weights only"
+            yield config.fault("checkpoint.initial_load_model_only", rule, "set it to true")
+        if "model" in section.exclude_from_loading:
+            rule = "leaves out all that checkpoint.initial_load_in_hf loads"
+            yield config.fault("checkpoint.exclude_from_loading", rule, 'take "model" out')
+    if section.enable and section.last_save_in_hf and not section.last_save_model_only:
+        rule = "needs checkpoint.last_save_model_only = true"
+        way_out = "set it, or keep the whole step and run minititan export"
+        yield config.fault("checkpoint.last_save_in_hf", rule, way_out)
 
 
 def schedule_notes(config: Config) -> list[str]:

@@ -5,6 +5,7 @@ ours and take the tokenizer's vocabulary.
 """
 
 from minititan.models.decoder import DecoderArgs
+from minititan.models.hugging_face import Field, HuggingFaceForm, SameAs
 from minititan.models.rotary import RopeScaling
 
 
@@ -34,3 +35,32 @@ FLAVORS = {
     "70B": _published(8192, 80, 64, 28_672),
     "405B": _published(16_384, 126, 128, 53_248),
 }
+
+HUGGING_FACE = HuggingFaceForm(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    fields=(
+        Field("hidden_size"),
+        Field("num_hidden_layers"),
+        Field("num_attention_heads"),
+        Field("num_key_value_heads", SameAs("num_attention_heads")),
+        Field("head_dim", None),
+        Field("intermediate_size"),
+        Field("vocab_size"),
+        Field("max_position_embeddings", 2048),
+        Field("rope_theta", 10_000.0),
+        Field("rope_scaling", None),
+        Field("rms_norm_eps", 1e-6),
+        Field("tie_word_embeddings", False),
+        Field("initializer_range", 0.02),
+    ),
+    tensors={"lm_head.*": "lm_head.*", "*": "model.*"},
+    fixed={
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "attention_dropout": 0.0,
+    },
+    rope_types={"llama3": RopeScaling},
+    ignored=("model.layers.*.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"),
+)
