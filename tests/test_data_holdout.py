@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from minititan.config import ConfigError
-from minititan.data import Tokens, build_samples, open_part
+from minititan.data import TokenRow, Tokens, build_samples, open_part
 from minititan.data.holdout import Part, is_held_out
 from minititan.data.samples import SampleRows
 from tests.token_sets import save_tokens
@@ -38,7 +38,7 @@ def part_of(tokens: Tokens, cache: Path, held_out: bool, share: str = "0.2") -> 
     return open_part(tokens, share, held_out, cache, print)
 
 
-def rows(part: Part, kind: str, cache: Path, seq_len: int = T) -> np.ndarray:
+def rows(part: TokenRow, kind: str, cache: Path, seq_len: int = T) -> np.ndarray:
     samples = build_samples(
         part, kind, seq_len, cache=cache, document_mask=True, predict_first_token=True, say=lambda line: None
     )
