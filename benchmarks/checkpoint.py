@@ -67,7 +67,7 @@ def resident_bytes() -> int:
 @contextlib.contextmanager
 def memory_watched(rises: list[float]) -> Iterator[None]:
     """Append how far the resident set rises inside, in bytes."""
-    before, highest, done = resident_bytes(), [resident_bytes()], threading.Event()
+    highest, done = [resident_bytes()], threading.Event()
 
     def watch() -> None:
         while not done.wait(0.005):
@@ -78,7 +78,7 @@ def memory_watched(rises: list[float]) -> Iterator[None]:
     yield
     done.set()
     thread.join()
-    rises.append(max(highest) - before)
+    rises.append(max(highest) - highest[0])
 
 
 class Bench:

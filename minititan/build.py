@@ -91,37 +91,41 @@ def optimizer_of(
 def samples_of(run: Run, name: str) -> dict[str, data.Samples]:
     """Return the samples of section `name`, `training` or `validation`, by source, prepared where need be."""
     config = run.config
-    section, options = getattr(config, name), config.data
-    quiet = _say if rank_from_env() == 0 else _say_nothing
-    return {
-        source: data.build_samples(
-            data.open_tokens(
-                dataset,
-                path,
-                "train" if name == "training" else name,
-                run.tokenizer,
-                cache_folder=options.cache_folder,
-                text_key=options.text_key,
-                txt_lines=options.txt_lines,
-                add_bos=options.add_bos,
-                add_eos=options.add_eos,
-                on_bad_record=options.on_bad_record,
-                npy_dtype=options.npy_dtype,
-                vocab_size=getattr(run.args, "vocab_size", None),
-                section=key,
-                fault=source_fault(config),
-                say=_say,
-                say_waiting=quiet,
-            ),
+    section, options, validation = getattr(config, name), config.data, config.validation
+    cache, say = data.resolve_cache(options.cache_folder, config.fault), _say_on_first_rank
+    found = {}
+    for source, (key, dataset, path) in sources_of(config, name).items():
+        whole = data.open_tokens(
+            dataset,
+            path,
+            "validation" if name == "validation" and not validation.holdout else "train",
+            run.tokenizer,
+            cache_folder=options.cache_folder,
+            text_key=options.text_key,
+            txt_lines=options.txt_lines,
+            add_bos=options.add_bos,
+            add_eos=options.add_eos,
+            on_bad_record=options.on_bad_record,
+            npy_dtype=options.npy_dtype,
+            vocab_size=getattr(run.args, "vocab_size", None),
+            section=key,
+            fault=source_fault(config),
+            say=_say,
+            say_waiting=say,
+        )
+        part = None
+        if validation.enable and validation.holdout:
+            part = data.open_part(whole, str(validation.holdout), name == "validation", cache, say)
+        found[source] = data.build_samples(
+            part or whole,
             options.samples,
             section.seq_len,
-            cache=data.resolve_cache(options.cache_folder, config.fault),
+            cache=cache,
             document_mask=options.document_mask,
             predict_first_token=options.predict_first_token,
-            say=quiet,
+            say=say,
         )
-        for source, (key, dataset, path) in sources_of(config, name).items()
-    }
+    return found
 
 
 def _say(line: str) -> None:
@@ -129,8 +133,9 @@ def _say(line: str) -> None:
     sys.stdout.flush()
 
 
-def _say_nothing(line: str) -> None:
-    pass
+def _say_on_first_rank(line: str) -> None:
+    if rank_from_env() == 0:
+        _say(line)
 
 
 def train_loader_of(run: Run, meshes: Meshes) -> data.TrainLoader:
@@ -158,9 +163,8 @@ def validation_loader_of(run: Run, meshes: Meshes) -> Any:
     section = run.config.validation
     if not section.enable:
         return None
-    (samples,) = samples_of(run, "validation").values()
     return data.build_validation_loader(
-        samples,
+        list(samples_of(run, "validation").values()),
         seq_len=section.seq_len,
         batch_size=section.local_batch_size,
         num_samples=-1 if section.steps < 0 else section.steps * section.local_batch_size,

@@ -76,8 +76,7 @@ def _no(path: str, what: str) -> ConfigError:
 def _listed(path: str, npy_dtype: str | None) -> list[str]:
     if not (Path(path).expanduser() / SOURCES).is_dir() and not is_prepared(path, "path", fault):
         tokens = _open(path, npy_dtype)
-        known = all(shard.documents is not None for shard in tokens.shards)
-        documents = f" in {tokens.num_documents:,} documents" if known else ""
+        documents = f" in {tokens.num_documents:,} documents" if tokens.lists_documents else ""
         files = [f"  {s.path.name}  {s.tokens:,} x {np.dtype(s.dtype).name}" for s in tokens.shards]
         return [f"{path}: {tokens.num_tokens:,} tokens{documents}", *files]
     lines = []

@@ -162,6 +162,8 @@ def sources_of(config: Config, name: str) -> dict[str, tuple[str, str, str | Non
     """Return what section `name`, `training` or `validation`, reads: by source, the key that names it, its
     dataset and its path. Without a mixture the one source is called "".
     """
+    if name == "validation" and config.validation.holdout:
+        name = "training"
     section = getattr(config, name)
     if name == "training" and config.data.sources:
         return {s.name: (f"data.sources.{s.name}", s.dataset or "", s.path) for s in config.data.sources}

@@ -249,9 +249,8 @@ class Trainer:
         begin = time.perf_counter()
         gc.disable()  # a collection at a random moment on one rank makes all ranks wait: all collect together
         batches = iter(self.loader)
-        self.requests.on_any_rank(
-            [torch.zeros((), device=self.device)]
-        )  # a signal came before the first step
+        # A signal may have come before the first step.
+        self.requests.on_any_rank([torch.zeros((), dtype=torch.bool, device=self.device)])
         with build.profiler_of(self.job, self.place, self.metrics, self.steps_done) as profiler:
             first = self.steps_done + 1
             while self.steps_done < self.last_step and not self.requests.stop:
@@ -356,7 +355,11 @@ def train(config: Config, stop: StopSignals, status: RunStatus) -> int:
     trainer.say(opening_lines(run, place.device, parameters, trainer.steps_done, trainer.last_step))
     finished = trainer.run()
     if place.rank == 0:
-        status.write(*(("finished", "") if finished else ("preempted", trainer.requests.stop or "")))
+        if finished:
+            status.write("finished", "")
+        else:
+            nothing = "" if trainer.saves.enabled else "; nothing is saved"
+            status.write("preempted", f"{trainer.requests.stop}{nothing}")
     shutdown(place)
     return 0 if finished else PREEMPTED_EXIT_CODE
 

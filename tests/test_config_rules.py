@@ -308,6 +308,10 @@ MIXTURES = [
         (TWO, "data.stages=[{step = 5, weights = {a = 1, b = 1}}, {step = 5, weights = {a = 2, b = 1}}]"),
         "steps must ascend",
     ),
+    (
+        ("validation.enable", "validation.dataset=stdlib", "validation.holdout=0.1"),
+        "validation.holdout takes the validation set from the training data; leave one of the two out",
+    ),
     ((TWO, "training.dataset_path=x"), "[[data.sources]] says what is read; leave one of the two out"),
     (("data.stages=[{step = 5, weights = {a = 1}}]",), "weights need [[data.sources]]"),
     (("training.global_batch_size_schedule=[{step = 5, size = 8}]",), "must be set, to the size before"),

@@ -53,7 +53,7 @@ def train_loader(
 
 def validation_loader(tokens: Tokens, seq_len: int = T, **more: Any) -> DataLoader[Batch]:
     samples = Windows(tokens, seq_len, boundaries=False, skip_first_labels=False)
-    return build_validation_loader(samples, seq_len=seq_len, **more)
+    return build_validation_loader([samples], seq_len=seq_len, **more)
 
 
 def take_steps(loaders: list[TrainLoader], steps: int, micro_batches: int) -> list[torch.Tensor]:

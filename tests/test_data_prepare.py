@@ -324,6 +324,17 @@ def test_changed_file_costs_its_own_shards_only(tmp_path: Path):
     assert files_in(tmp_path / "set").keys() == files_in(tmp_path / "whole").keys()
 
 
+@pytest.mark.usefixtures("small")
+def test_file_that_changed_between_two_starts_is_prepared_again(tmp_path: Path):
+    """Though its size is the same and its shards were finished."""
+    expected = corpus(tmp_path / "in")
+    assert make(tmp_path / "set", tmp_path / "in", part=(1, 2)) == (2,)
+    file = tmp_path / "in" / "a.jsonl"
+    file.write_bytes(file.read_bytes().replace(b"a 3", b"a X"))
+    make(tmp_path / "set", tmp_path / "in")
+    assert documents_in(tmp_path / "set") == [text.replace("a 3", "a X") for text in expected]
+
+
 KILLED = """
 import os, signal, sys
 from pathlib import Path
@@ -449,6 +460,18 @@ def test_command_says_what_it_made_and_does_it_once(tmp_path: Path, capsys: pyte
     with pytest.raises(SystemExit, match="0"):
         main(["prepare", "--help"])
     assert "usage: minititan prepare" in capsys.readouterr().out
+
+
+def test_progress_in_lines(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("minititan.data.progress.LINE_SECONDS", -1.0)
+    said: list[str] = []
+    lines = Lines(said.append)
+    lines.begin(100)
+    lines.advance(0, 0)
+    lines.advance(20, 1000)
+    lines.advance(5, 500)
+    assert said[0].startswith("prepared 0 tokens so far, ") and "left" not in said[0]
+    assert "prepared 1,500 tokens so far, " in said[2] and ", 25% of the input, about 0 s left" in said[2]
 
 
 def test_output_into_a_pipe_that_ends_early(tmp_path: Path):

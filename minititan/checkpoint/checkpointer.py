@@ -242,7 +242,7 @@ class Checkpointer:
                 ]
             )
         except RanksFailedError as failed:
-            where = f"checkpoint.load_step = {step}: newer steps in {self.folder} could not be moved aside"
+            where = f"{self.folder}: the steps after {step} could not be moved aside"
             raise failed.explained(where, "move them yourself") from None
 
 

@@ -7,6 +7,7 @@
 Whatever else lies there is left alone, and links are never followed. One process (rank 0) changes the folder.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -68,11 +69,16 @@ def check_writable(key: str, folder: Path, needed_bytes: int = 1) -> None:
         raise ConfigError(f"{where}: {existing} must be a folder; choose another path")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(f"{where}: {existing} must be writable; choose another path")
-    disk = shutil.disk_usage(existing)
-    if disk.free < needed_bytes and disk.total > 0:  # a total of 0: this file system does not tell
-        left = f"has {disk.free / 1e6:,.1f} MB left, of {needed_bytes / 1e6:,.1f} MB that are needed"
-        rule = f"the disk of {existing} {left if disk.free else 'is full'}"
-        raise ConfigError(f"{where}: {rule}; make room or choose another path")
+    if lack := _lack_of_room(existing, needed_bytes):
+        raise ConfigError(f"{where}: the disk of {existing} {lack}; make room or choose another path")
+
+
+def _lack_of_room(folder: Path, needed_bytes: int) -> str | None:
+    disk = shutil.disk_usage(folder)
+    if disk.free >= needed_bytes or disk.total == 0:  # a total of 0: this file system does not tell
+        return None
+    left = f"has {disk.free / 1e6:,.1f} MB left, of {needed_bytes / 1e6:,.1f} MB that are needed"
+    return left if disk.free else "is full"
 
 
 def check_step(folder: Path, step: int) -> None:
@@ -96,13 +102,14 @@ def check_checkpoint(path: Path, name: str | None = None) -> None:
 def begin(folder: Path, step: int, needed_bytes: int = 1) -> Path:
     """Makes the folder that a step is written to, after removing what torn saves have left.
 
-    Raises ConfigError when the disk has no room for `needed_bytes` then.
+    Raises OSError when the disk has no room for `needed_bytes` then.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for entry in folder.iterdir():
         if _LEFT_BEHIND.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
-    check_writable("checkpoint.folder", folder, needed_bytes)
+    if lack := _lack_of_room(folder, needed_bytes):
+        raise OSError(errno.ENOSPC, f"the disk {lack}")
     temporary = _temporary(folder, f"step-{step}")
     temporary.mkdir()
     faults.point("checkpoint.begin")

@@ -274,6 +274,11 @@ def data_faults(config: Config) -> Iterator[str]:
     for key in ("training.dataset", "training.dataset_path"):
         if data.sources and config.value(key) and config.where(key) != "default":
             yield config.fault(key, "[[data.sources]] says what is read", "leave one of the two out")
+    for key in ("validation.dataset", "validation.dataset_path"):
+        held_out = config.validation.enable and config.validation.holdout
+        if held_out and config.value(key) and config.where(key) != "default":
+            rule = "validation.holdout takes the validation set from the training data"
+            yield config.fault(key, rule, "leave one of the two out")
     if data.stages and not data.sources:
         yield config.fault("data.stages", "weights need [[data.sources]]")
     mixtures = [("data.sources", {source.name: source.weight for source in data.sources})]

@@ -257,6 +257,9 @@ class Validation(Section):
     dataset_path: OptionalText = None
     """File, folder, glob or `hf:NAME` of text, folder of `minititan prepare`, or token files (.bin and .idx,
     .npy); used in place of `dataset`; unset or empty: none."""
+    holdout: Annotated[float, Range(low=0, below=1)] = 0.0
+    """Own key. This share of the training documents, chosen by hash, is the validation set instead, and not
+    trained on while `enable` is true; 0: none."""
     local_batch_size: Positive = 8
     """Sequences in a batch of one data-parallel rank."""
     seq_len: Positive = 2048

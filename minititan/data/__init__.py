@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 from minititan.data.access import check_source, open_tokens
 from minititan.data.cache import resolve_cache
 from minititan.data.fault import Fault
+from minititan.data.holdout import open_part
 from minititan.data.tokenizer import Tokenizer, build_tokenizer
-from minititan.data.tokens import Tokens
+from minititan.data.tokens import TokenRow, Tokens
 
 if TYPE_CHECKING:
     from minititan.data.loader import DataState, TrainLoader, build_train_loader, build_validation_loader
@@ -17,6 +18,7 @@ __all__ = [
     "DataState",
     "Fault",
     "Samples",
+    "TokenRow",
     "Tokenizer",
     "Tokens",
     "TrainLoader",
@@ -25,6 +27,7 @@ __all__ = [
     "build_train_loader",
     "build_validation_loader",
     "check_source",
+    "open_part",
     "open_tokens",
     "resolve_cache",
 ]

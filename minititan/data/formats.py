@@ -34,23 +34,22 @@ class MegatronStarts(NamedTuple):
     documents: int
     itemsize: int
 
-    def between(self, tokens: np.ndarray, low: int, high: int) -> np.ndarray:
-        pointers, first = self._arrays()
-        # bisect, since numpy would copy what is not aligned, all of it.
-        within = [bisect_left(pointers, place * self.itemsize) for place in (low, high)]
-        begin, end = (bisect_left(first, sequence) for sequence in within)
-        starts = np.unique(pointers[first[begin:end]]) // self.itemsize
-        return starts[starts < high]
-
-    def numbered(self, low: int, high: int) -> np.ndarray:
-        pointers, first = self._arrays()
-        sequences = np.array(first[low : min(high, bisect_left(first, self.sequences))])
-        return pointers[sequences] // self.itemsize
-
-    def _arrays(self) -> tuple[np.ndarray, np.ndarray]:
+    def opened(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         at = MEGATRON_HEADER.size + 4 * self.sequences
         pointers = mapped(self.path, "<i8", self.sequences, at)
         return pointers, mapped(self.path, "<i8", self.documents, at + 8 * self.sequences)
+
+    def between(self, maps: tuple[np.ndarray, np.ndarray], low: int, high: int) -> np.ndarray:
+        pointers, first = maps
+        # bisect, since numpy would copy what is not aligned, all of it.
+        within = [bisect_left(pointers, place * self.itemsize) for place in (low, high)]
+        begin, end = (bisect_left(first, sequence) for sequence in within)
+        return np.unique(pointers[first[begin:end]]) // self.itemsize
+
+    def numbered(self, maps: tuple[np.ndarray, np.ndarray], low: int, high: int) -> np.ndarray:
+        pointers, first = maps
+        sequences = np.array(first[low : min(high, bisect_left(first, self.sequences))])
+        return pointers[sequences] // self.itemsize
 
 
 class StartsAfterEos(NamedTuple):
@@ -58,14 +57,17 @@ class StartsAfterEos(NamedTuple):
 
     eos: int | None
 
-    def between(self, tokens: np.ndarray, low: int, high: int) -> np.ndarray:
+    def opened(self, tokens: np.ndarray) -> np.ndarray:
+        return tokens
+
+    def between(self, maps: np.ndarray, low: int, high: int) -> np.ndarray:
         first = np.zeros(int(low <= 0 < high), dtype=np.int64)
         if self.eos is None:
             return first
         before = max(low, 1) - 1
-        return np.append(first, np.flatnonzero(tokens[before : high - 1] == self.eos) + before + 1)
+        return np.append(first, np.flatnonzero(maps[before : high - 1] == self.eos) + before + 1)
 
-    def numbered(self, low: int, high: int) -> np.ndarray:
+    def numbered(self, maps: np.ndarray, low: int, high: int) -> np.ndarray:
         raise AssertionError("how many there are is not known")
 
 

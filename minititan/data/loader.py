@@ -302,7 +302,7 @@ class _ValidationBatches:
 
 
 def build_validation_loader(
-    samples: Samples,
+    sources: Sequence[Samples],
     *,
     seq_len: int,
     batch_size: int,
@@ -320,7 +320,8 @@ def build_validation_loader(
     Every rank gets the same number of batches; rows that have no sample carry labels -100 alone. Can be
     iterated again and again.
     """
-    n = len(samples) if num_samples < 0 else min(num_samples, len(samples))
+    available = sum(map(len, sources))
+    n = available if num_samples < 0 else min(num_samples, available)
     batches = _ValidationBatches(n, batch_size, dp_rank, dp_degree)
     options = _loading_options(num_workers, persistent_workers, pin_memory, prefetch_factor)
-    return DataLoader(SampleRows([samples], seq_len, document_mask), batch_sampler=batches, **options)
+    return DataLoader(SampleRows(sources, seq_len, document_mask), batch_sampler=batches, **options)

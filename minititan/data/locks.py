@@ -1,6 +1,7 @@
 """Locks between processes: the operating system's (flock), which end with their holder, however that ends."""
 
 import fcntl
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -21,6 +22,18 @@ def locked(path: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[N
                 break
             time.sleep(0.02)
         yield
+
+
+def made_once(folder: Path, make: Callable[[Path], None], on_wait: Callable[[], None]) -> None:
+    """Has `make` fill the folder unless it is there: by one process, aside, renamed when it is whole."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with locked(folder.with_name(f"{folder.name}.lock"), on_wait):
+        if not folder.is_dir():
+            aside = folder.with_name(f"{folder.name}.tmp")
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir()
+            make(aside)
+            aside.rename(folder)
 
 
 @contextmanager

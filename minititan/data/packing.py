@@ -7,7 +7,6 @@ every machine. No document loses a pair, none is cut where it would fit.
 """
 
 import json
-import shutil
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
@@ -15,9 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from minititan.config import ConfigError
-from minititan.data.locks import locked
+from minititan.data.locks import made_once
 from minititan.data.shards import sync
-from minititan.data.tokens import Tokens
+from minititan.data.tokens import TokenRow
 
 VERSION = 1
 BLOCK_DOCUMENTS = 1 << 18
@@ -48,29 +47,26 @@ class Packing:
         return [(begin, pairs) for begin, pairs in self._pieces[first : self._ends[row]].tolist()]
 
 
-def open_packing(tokens: Tokens, seq_len: int, cache: Path, say: Callable[[str], None]) -> Packing:
+def open_packing(tokens: TokenRow, seq_len: int, cache: Path, say: Callable[[str], None]) -> Packing:
     """The packing of `tokens` into rows of `seq_len`, made first if the cache does not have it.
 
     Any number of processes may call it at once: one makes it.
     """
     folder = cache / "packings" / f"{tokens.fingerprint[:32]}-{seq_len}-{VERSION}"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with locked(folder.with_suffix(".lock"), lambda: say(f"waiting for the packing of {tokens.label}")):
-        if not folder.is_dir():
-            aside = folder.with_suffix(".tmp")
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir()
-            if not write_packing(tokens, seq_len, aside):
-                rule = "no document has two tokens, which a token and its label are"
-                raise ConfigError(f"{tokens.label}: {rule}; give longer documents")
-            aside.rename(folder)
-            packing = Packing(folder)
-            share = packing.pairs / (len(packing) * seq_len)
-            say(f"packed {tokens.label}: {len(packing)} rows of {seq_len}, {100 * share:.1f} % in use")
-    return Packing(folder)
+
+    def make(aside: Path) -> None:
+        if not write_packing(tokens, seq_len, aside):
+            rule = "no document has two tokens, which a token and its label are"
+            raise ConfigError(f"{tokens.label}: {rule}; give longer documents")
+
+    made_once(folder, make, lambda: say(f"waiting for the packing of {tokens.label}"))
+    packing = Packing(folder)
+    share = packing.pairs / (len(packing) * seq_len)
+    say(f"{tokens.label}: packed into {len(packing)} rows of {seq_len}, {100 * share:.1f} % in use")
+    return packing
 
 
-def write_packing(tokens: Tokens, seq_len: int, folder: Path) -> int:
+def write_packing(tokens: TokenRow, seq_len: int, folder: Path) -> int:
     """Packs all documents; `folder` then holds the pieces of all rows, row by row, and where rows end.
 
     Returns how many rows these are.

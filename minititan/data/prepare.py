@@ -219,6 +219,8 @@ class _UnitMaker:
 
     def _write(self, name: str, place: Place, read: int, progress: Progress) -> Entry:
         recipe = self._recipe
+        # An entry of the file as it was would be believed again if it came back.
+        (self._folder / f"{name}.json").unlink(missing_ok=True)
         with replacing(self._folder / f"{name}.{REJECTS}") as rejects:
             documents = _Documents(self._unit, place, read, recipe, rejects)
             encoded = encode(documents, recipe.tokenizer, add_bos=recipe.add_bos, add_eos=recipe.add_eos)

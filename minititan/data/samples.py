@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Dataset
 
 from minititan.data.packing import Packing, open_packing
-from minititan.data.tokens import Tokens
+from minititan.data.tokens import TokenRow
 
 IGNORED_LABEL = -100
 NO_SAMPLE = -1
@@ -47,7 +47,7 @@ class Rows:
 class Samples(Protocol):
     """The samples of one source at one sequence length."""
 
-    tokens: Tokens
+    tokens: TokenRow
 
     def __len__(self) -> int: ...
 
@@ -63,7 +63,7 @@ class Windows:
     token of a document.
     """
 
-    def __init__(self, tokens: Tokens, seq_len: int, *, boundaries: bool, skip_first_labels: bool) -> None:
+    def __init__(self, tokens: TokenRow, seq_len: int, *, boundaries: bool, skip_first_labels: bool) -> None:
         self.tokens, self._seq_len = tokens, seq_len
         self._boundaries, self._skip_first_labels = boundaries or skip_first_labels, skip_first_labels
         self._count = tokens.num_samples(seq_len)
@@ -87,7 +87,7 @@ class Windows:
 class Documents:
     """Sample k: document k, cut after T + 1 tokens; what it does not fill is padding without labels."""
 
-    def __init__(self, tokens: Tokens, seq_len: int) -> None:
+    def __init__(self, tokens: TokenRow, seq_len: int) -> None:
         self.tokens, self._seq_len = tokens, seq_len
 
     def __len__(self) -> int:
@@ -102,7 +102,7 @@ class Documents:
 class Packed:
     """Sample k: the pieces of documents that `packing` put into row k, each with its own labels only."""
 
-    def __init__(self, tokens: Tokens, packing: Packing) -> None:
+    def __init__(self, tokens: TokenRow, packing: Packing) -> None:
         self.tokens, self._packing = tokens, packing
 
     def __len__(self) -> int:
@@ -114,7 +114,7 @@ class Packed:
             at = _read_piece(self.tokens, rows, row, at, begin, pairs)
 
 
-def _read_piece(tokens: Tokens, rows: Rows, row: int, at: int, begin: int, pairs: int) -> int:
+def _read_piece(tokens: TokenRow, rows: Rows, row: int, at: int, begin: int, pairs: int) -> int:
     """Writes `pairs` tokens from `begin` on, and their labels, to the row from `at` on; returns the end."""
     end = at + pairs
     tokens.read(begin, begin + pairs, rows.tokens[row, at:end])
@@ -124,7 +124,7 @@ def _read_piece(tokens: Tokens, rows: Rows, row: int, at: int, begin: int, pairs
 
 
 def build_samples(
-    tokens: Tokens,
+    tokens: TokenRow,
     kind: str,
     seq_len: int,
     *,

@@ -27,13 +27,17 @@ class DamagedTokens(Exception):
 
 
 class Starts(Protocol):
-    """Where the documents of a shard start."""
+    """Where the documents of a shard start; `maps` is what `opened` gave."""
 
-    def between(self, tokens: np.ndarray, low: int, high: int) -> np.ndarray:
-        """The offsets in [low, high) at which documents start; `tokens` are the shard's."""
+    def opened(self, tokens: np.ndarray) -> Any:
+        """What the answers are looked up in; `tokens` are the shard's."""
         ...
 
-    def numbered(self, low: int, high: int) -> np.ndarray:
+    def between(self, maps: Any, low: int, high: int) -> np.ndarray:
+        """The offsets in [low, high) at which documents start."""
+        ...
+
+    def numbered(self, maps: Any, low: int, high: int) -> np.ndarray:
         """Where the documents `low` to `high` - 1 start; asked only where their number is known."""
         ...
 
@@ -44,13 +48,15 @@ class StartsFile(NamedTuple):
     path: Path
     documents: int
 
-    def between(self, tokens: np.ndarray, low: int, high: int) -> np.ndarray:
-        starts = mapped(self.path, "<i8", self.documents, NPY_HEADER_BYTES)
-        begin, end = np.searchsorted(starts, (low, high))
-        return np.array(starts[begin:end])
+    def opened(self, tokens: np.ndarray) -> np.ndarray:
+        return mapped(self.path, "<i8", self.documents, NPY_HEADER_BYTES)
 
-    def numbered(self, low: int, high: int) -> np.ndarray:
-        return np.array(mapped(self.path, "<i8", self.documents, NPY_HEADER_BYTES)[low:high])
+    def between(self, maps: np.ndarray, low: int, high: int) -> np.ndarray:
+        begin, end = np.searchsorted(maps, (low, high))
+        return np.array(maps[begin:end])
+
+    def numbered(self, maps: np.ndarray, low: int, high: int) -> np.ndarray:
+        return np.array(maps[low:high])
 
 
 class Shard(NamedTuple):
@@ -77,6 +83,34 @@ def mapped(path: Path, dtype: str, size: int, offset: int = 0) -> np.ndarray:
     return content[offset:].view(dtype)
 
 
+class TokenRow(Protocol):
+    """What samples are cut from: tokens in a row, and where documents begin and end in it."""
+
+    label: str
+    fingerprint: str
+
+    @property
+    def num_documents(self) -> int: ...
+
+    def num_samples(self, seq_len: int) -> int: ...
+
+    def read(self, begin: int, end: int, out: np.ndarray) -> None: ...
+
+    def documents(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]: ...
+
+    def document_starts(self, begin: int, end: int) -> np.ndarray: ...
+
+
+def enough_for_samples(label: str, num_tokens: int, seq_len: int) -> int:
+    """How many windows of seq_len tokens and their labels there are; raises ConfigError for none."""
+    if num_tokens <= seq_len:
+        raise ConfigError(
+            f"{label}: holds {num_tokens} tokens, fewer than one sample of sequence length"
+            f" {seq_len} (which needs {seq_len + 1}); give more text or a smaller seq_len"
+        )
+    return (num_tokens - 1) // seq_len
+
+
 class Tokens:
     """The tokens of a source; `label` names it in messages. Pickles without its maps."""
 
@@ -92,20 +126,16 @@ class Tokens:
         self.shards = tuple(shards)
         self._ends = np.cumsum([shard.tokens for shard in shards], dtype=np.int64).tolist()
         self.num_tokens: int = self._ends[-1]
+        self.lists_documents = all(shard.documents is not None for shard in shards)
         self._document_ends = np.cumsum([s.documents or 0 for s in shards], dtype=np.int64).tolist()
         self._maps: dict[int, np.ndarray] = {}
+        self._starts: dict[int, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_maps": {}}
+        return self.__dict__ | {"_maps": {}, "_starts": {}}
 
     def num_samples(self, seq_len: int) -> int:
-        """How many windows of seq_len tokens and their labels there are; raises ConfigError for none."""
-        if self.num_tokens <= seq_len:
-            raise ConfigError(
-                f"{self.label}: holds {self.num_tokens} tokens, fewer than one sample of sequence length"
-                f" {seq_len} (which needs {seq_len + 1}); give more text or a smaller seq_len"
-            )
-        return (self.num_tokens - 1) // seq_len
+        return enough_for_samples(self.label, self.num_tokens, seq_len)
 
     def read(self, begin: int, end: int, out: np.ndarray) -> None:
         """Copies tokens [begin, end) to `out`, across shards."""
@@ -129,11 +159,10 @@ class Tokens:
     @property
     def num_documents(self) -> int:
         """ConfigError where only reading all tokens would tell."""
-        counts = [shard.documents for shard in self.shards if shard.documents is not None]
-        if len(counts) < len(self.shards):
+        if not self.lists_documents:
             rule = "has no list of its documents, which packing and padding need"
             raise ConfigError(f'{self.label}: {rule}; use data.samples = "window", or prepare the text')
-        return sum(counts)
+        return self._document_ends[-1]
 
     def documents(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Where the documents `first`, `first` + 1, ... begin and end, [count] each; fewer at the last."""
@@ -144,7 +173,7 @@ class Tokens:
             documents = shard.documents or 0
             low = first - (last - documents)
             high = min(low + count, documents)
-            bounds = shard.starts.numbered(low, high + 1)
+            bounds = shard.starts.numbered(self._open_starts(index), low, high + 1)
             offset = self._ends[index] - shard.tokens
             begins.append(bounds[: high - low] + offset)
             ends.append(np.append(bounds[1:], shard.tokens)[: high - low] + offset)
@@ -158,10 +187,18 @@ class Tokens:
         while begin < end and index < len(self.shards):
             shard = self.shards[index]
             first = self._ends[index] - shard.tokens
-            starts = shard.starts.between(self._map(index), begin - first, min(end - first, shard.tokens))
+            last = min(end - first, shard.tokens)
+            starts = shard.starts.between(self._open_starts(index), begin - first, last)
             parts.append(starts + first)
             begin, index = self._ends[index], index + 1
         return np.concatenate(parts)
+
+    def _open_starts(self, index: int) -> Any:
+        if index not in self._starts:
+            if len(self._starts) >= MAX_MAPS:
+                self._starts.clear()
+            self._starts[index] = self.shards[index].starts.opened(self._map(index))
+        return self._starts[index]
 
     def _map(self, index: int) -> np.ndarray:
         found = self._maps.get(index)

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
@@ -29,17 +30,17 @@ from tests.distributed.faults import (
 from tests.distributed.harness import RankError, run_ranks
 
 RANKS = 2
+FILES = RANKS + 4  # of a step, with its folder
 
 
-def tensors(rank: int, world: int, value: float, more: int = 0) -> dict[str, Tensor]:
-    """A sharded parameter with its state, all of one value; on rank 1 `more` numbers."""
+def tensors(rank: int, world: int, value: float) -> dict[str, Tensor]:
+    """A sharded parameter with its state, all of one value."""
     mesh = init_device_mesh("cpu", (world,))
     sharded = {
         key: distribute_tensor(torch.full((4000,), value), mesh, [Shard(0)])
         for key in ("model.w", "optimizer.w.exp_avg")
     }
-    own = {"model.more": torch.zeros(more)} if more and rank == 1 else {}
-    return {**sharded, "optimizer.w.step": torch.tensor(value), **own}
+    return {**sharded, "optimizer.w.step": torch.tensor(value)}
 
 
 def save_steps(rank: int, world: int, folder: Path, steps: Sequence[int]) -> None:
@@ -54,7 +55,7 @@ def save_under_faults(rank: int, world: int, cases: list[tuple[int, Path]]) -> l
     for number, folder in cases:
         fault = SAVING[number]
         there = Checkpointer(folder, keep_latest_k=2, rank=rank)
-        state = tensors(rank, world, 3.0, more=fault.disk_kib * 1024)
+        state = tensors(rank, world, 3.0)
         faults._passes.clear()
         os.environ[faults.VARIABLE] = fault.asked
         try:
@@ -95,11 +96,10 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 
 
 @contextmanager
-def small_disk(folder: Path, kib: int) -> Iterator[None]:
-    """The folder is a disk of this size. Raises OSError where this process has no right to make one."""
+def small_disk(folder: Path) -> Iterator[None]:
+    """The folder is a disk with room for the files of two steps, and a folder. OSError: no right to one."""
     folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", str(folder)]
-    if subprocess.run(command, stderr=subprocess.DEVNULL).returncode:
+    if _mount("tmpfs", folder, f"nr_inodes={1 + 2 * FILES + 1}"):
         raise PermissionError
     try:
         yield
@@ -107,11 +107,16 @@ def small_disk(folder: Path, kib: int) -> Iterator[None]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
+def _mount(what: str, folder: Path, options: str) -> int:
+    command = ["mount", "-t", "tmpfs", "-o", options, what, str(folder)]
+    return subprocess.run(command, stderr=subprocess.DEVNULL).returncode
+
+
 def _possible(fault: Saving, folder: Path, disks: ExitStack) -> bool:
     """Whether this process may make the fault happen; makes the disk that it needs."""
     try:
-        if fault.disk_kib:
-            disks.enter_context(small_disk(folder, fault.disk_kib))
+        if fault.small_disk:
+            disks.enter_context(small_disk(folder))
         if fault.around is read_only:
             with without_rights():
                 pass
@@ -136,6 +141,9 @@ def run_faults(root: Path) -> dict[str, Outcome]:
             ignore = (lambda *_: []) if name in load_steps else (lambda *_: ["step-3"])
             shutil.copytree(root / "saved", folders[name], ignore=ignore, dirs_exist_ok=True)
         said = _save_all(save, folders)
+        for fault in save:
+            if fault.small_disk:  # the user makes room
+                _mount("tmpfs", folders[fault.name], "remount,nr_inodes=0")
         for fault in AT_REST:
             fault.spoil(folders[fault.name])
         ranks = run_ranks(restart, RANKS, [(folders[name], load_steps.get(name)) for name in names])
@@ -147,16 +155,18 @@ def run_faults(root: Path) -> dict[str, Outcome]:
 
 def _save_all(save: list[Saving], folders: dict[str, Path]) -> dict[str, str]:
     """What was said while step 3 was saved under each fault."""
-    said: dict[str, str] = {}
-    alive: list[Saving] = []
-    for fault in save:
-        if fault.expected.said != KILLED:
-            alive.append(fault)
-            continue
+
+    def killed(fault: Saving) -> str:
         try:
             run_ranks(save_under_faults, RANKS, [(SAVING.index(fault), folders[fault.name])])
         except RankError as error:
-            said[fault.name] = KILLED if "died with exit code -9" in str(error) else str(error)
+            return KILLED if "died with exit code -9" in str(error) else str(error)
+        return "not killed"
+
+    killing = [fault for fault in save if fault.expected.said == KILLED]
+    with ThreadPoolExecutor(len(killing)) as pool:  # the other rank has seconds to notice: all at once
+        said = {fault.name: text for fault, text in zip(killing, pool.map(killed, killing), strict=True)}
+    alive = [fault for fault in save if fault not in killing]
     cases = [(SAVING.index(fault), folders[fault.name]) for fault in alive]
     first, other = run_ranks(save_under_faults, RANKS, cases)
     assert first == other

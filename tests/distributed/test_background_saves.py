@@ -48,7 +48,7 @@ def run_in_modes(rank: int, world: int, folder: Path, cache: Path, layout: Overr
     return said
 
 
-@pytest.mark.parametrize("layout, world", [({}, 1), (DP2_TP2, 4)])
+@pytest.mark.parametrize("layout, world", [pytest.param({}, 1, marks=pytest.mark.slow), (DP2_TP2, 4)])
 def test_what_is_saved_beside_training_is_what_is_saved_without(layout, world, tmp_path, token_cache):
     """To the byte, though the next step is trained before the file is written."""
     plain, *background = run_ranks(run_in_modes, world, tmp_path, token_cache, layout)[0]
@@ -119,7 +119,9 @@ def without_waiting(rank: int, world: int, folder: Path, cache: Path, calls: lis
     return in_turn(rank, world, folder, cache, calls)
 
 
-@pytest.mark.parametrize("point", ["checkpoint.write#5@1", "checkpoint.before_rename@0"])
+@pytest.mark.parametrize(
+    "point", ["checkpoint.write#5@1", pytest.param("checkpoint.before_rename@0", marks=pytest.mark.slow)]
+)
 def test_a_kill_during_a_save_in_the_background_leaves_the_one_before(point, tmp_path, token_cache):
     keys = {"checkpoint.interval": "2", "lr_scheduler.total_steps": "6"}
     ends = [{"training.steps": steps} for steps in ("2", "6")]

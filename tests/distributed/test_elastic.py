@@ -1,5 +1,6 @@
 """A run over a mixture, killed and gone on with on other ranks, takes the tokens of one without a stop."""
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -74,3 +75,35 @@ def test_killed_twice_and_resumed_on_other_ranks(tmp_path: Path, token_cache: Pa
         for key in ("batch_sha256", "samples_consumed", "tokens_seen", "sources"):
             assert record[key] == whole[record["step"]][key], (record["step"], key)
         assert record["loss"] == pytest.approx(whole[record["step"]]["loss"], rel=1e-9)
+
+
+def test_a_holdout_is_evaluated_whole_on_every_layout(tmp_path: Path, token_cache: Path) -> None:
+    """Of both sources of a mixture, each sample once, whatever the share of a rank."""
+    held_out: Overrides = MIXED | {
+        "data.samples": "pad",
+        "training.steps": "1",
+        "training.global_batch_size": "48",
+        "training.global_batch_size_schedule": "[]",
+        "data.stages": "[]",
+        "validation.enable": "true",
+        "validation.holdout": "0.1",
+        "training.max_norm": "0.5",
+        "validation.seq_len": "16",
+        "validation.local_batch_size": "7",
+        "checkpoint.enable": "false",
+    }
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    lines_of = (MODELS / "decoder.py").read_text().splitlines()
+    records = (json.dumps({"text": line}) for line in lines_of if line.strip())
+    (texts / "lines.jsonl").write_text("\n".join(records))
+    held_out["data.sources"] = MIXED["data.sources"].replace("PATH", str(texts))
+    found = []
+    for name, local in (("one", 16), ("dp3", 16), ("dp2-tp2", 8)):
+        row = layout(name, local, held_out) if name != "dp3" else Row("dp3", 3, held_out)
+        row = row.with_("", {"training.local_batch_size": str(local)})
+        run_ranks(train_in_rank, row.ranks, row, str(tmp_path / name), str(token_cache), timeout=200)
+        found.append(next(r for r in lines(tmp_path / name) if "validation_loss" in r))
+    assert len({record["validation_tokens"] for record in found}) == 1 and found[0]["validation_tokens"] > 500
+    for record in found[1:]:
+        assert record["validation_loss"] == pytest.approx(found[0]["validation_loss"], rel=1e-9)

@@ -110,7 +110,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW_CASES = {"a save", "a step, all ranks"}  # what they show others show too, together
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW_CASES else name for name in CASES]
+)
 def test_all_ranks_stop_at_one_step_and_the_same_command_goes_on(name, straight, tmp_path, token_cache):
     keys, world, moment, number, ranks, step = CASES[name]
     outcomes = run_ranks(stop_and_go_on, world, tmp_path, token_cache, keys, moment, number, ranks)
@@ -138,6 +143,23 @@ def test_a_run_that_saves_nothing_stops_and_says_so(tmp_path, token_cache):
     assert code == 75
     assert "Nothing is saved (checkpoint.enable = false): the same command starts where this run did." in said
     assert not (tmp_path / "out" / "checkpoint").exists()
+    status = read_status(tmp_path / "out")
+    assert (status["state"], status["step"]) == ("preempted", 2)
+    assert status["reason"] == "SIGTERM; nothing is saved"
+
+
+def test_an_error_ends_a_run_whose_workers_block_the_signals(tmp_path, token_cache):
+    keys = {"training.dataloader.num_workers": "1", "training.dataloader.persistent_workers": "true"}
+    explodes = {"optimizer.lr": "1e30", "checkpoint.enable": "false"}
+    words = arguments(KEYS | {"data.cache_folder": str(token_cache)} | keys | explodes, tmp_path)
+    ended = subprocess.run(
+        [sys.executable, "-m", "minititan.train", *words], capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 2
+    (line,) = ended.stderr.splitlines()
+    assert 'debug.nan_policy = "raise"' in line
+    status = read_status(tmp_path / "out")
+    assert (status["state"], status["reason"]) == ("failed", line)
 
 
 def stop_twice(rank: int, world: int, folder: Path, cache: Path) -> None:
