@@ -67,6 +67,6 @@ def test_memory_is_that_of_a_few_tensors_whatever_the_size_of_the_model(tmp_path
             peak_bytes("checkpoint", "convert", step, at / "one.safetensors"),
         ]
         shutil.rmtree(at)
-    assert sizes[many] - sizes[1] == (many - 1) * 4 * LARGEST
+    assert sizes[many] - sizes[1] > (many - 1) * 4 * LARGEST
     growth = [large - small for small, large in zip(peaks[1], peaks[many], strict=True)]
     assert max(growth) < 3 * LARGEST, peaks
