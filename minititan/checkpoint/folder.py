@@ -124,14 +124,14 @@ def commit(temporary: Path, folder: Path, tensors_only: Manifest, state: Mapping
     written = {TRAIN_STATE: _write_state(temporary / TRAIN_STATE, state)}
     faults.point("checkpoint.before_commit")
     manifest.write(temporary, tensors_only.model_copy(update={"files": tensors_only.files | written}))
-    _sync_folder(temporary)
+    sync_folder(temporary)
     final = step_folder(folder, tensors_only.step)
     if os.path.lexists(final):
         move_aside(folder, tensors_only.step)
     faults.point("checkpoint.before_rename")
     temporary.rename(final)
     faults.point("checkpoint.after_rename")
-    _sync_folder(folder)
+    sync_folder(folder)
 
 
 def _write_state(path: Path, state: Mapping[str, Any]) -> File:
@@ -150,7 +150,7 @@ def move_aside(folder: Path, step: int) -> str:
         number += 1
     aside = folder / f"abandoned-step-{step}-{number}"
     step_folder(folder, step).rename(aside)
-    _sync_folder(folder)
+    sync_folder(folder)
     return aside.name
 
 
@@ -186,7 +186,8 @@ def _temporary(folder: Path, name: str) -> Path:
     return folder / f".tmp-{name}-{uuid.uuid4().hex[:8]}"
 
 
-def _sync_folder(path: Path) -> None:
+def sync_folder(path: Path) -> None:
+    """Brings the names in a folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

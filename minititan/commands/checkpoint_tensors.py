@@ -8,10 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from minititan.checkpoint.folder import sync_folder
 from minititan.checkpoint.tensors import StepTensors, verified
 from minititan.commands.tables import print_table, size_text
 from minititan.config import ConfigError
-from minititan.hugging_face.target import could_not_be_written, sync_folder
+from minititan.hugging_face.target import could_not_be_written
 from minititan.hugging_face.writing import Layout, Shard, write_shard
 
 _PIECE = 2**22  # elements that are compared at a time, in float64

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -138,7 +138,7 @@ def _build(values: dict[str, Any], origins: dict[str, str]) -> tuple[Config, lis
     """The config, and the faults of the keys of a wrong type, which the config has at their defaults."""
     faults: list[str] = []
     try:
-        config = Config.model_validate(_nest(values))
+        config = Config.model_validate(nested(values))
     except ValidationError as error:
         bad: dict[str, Any] = {}
         for details in error.errors():
@@ -147,12 +147,15 @@ def _build(values: dict[str, Any], origins: dict[str, str]) -> tuple[Config, lis
             where = origins.get(key, "default")
             in_table = _table_fault(where, key, values[key], details)
             faults.append(in_table or _type_fault(where, key, values[key]))
-        config = Config.model_validate(_nest({key: value for key, value in values.items() if key not in bad}))
+        config = Config.model_validate(
+            nested({key: value for key, value in values.items() if key not in bad})
+        )
     config._origins.update(origins)
     return config, faults
 
 
-def _nest(values: dict[str, Any]) -> dict[str, Any]:
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The tables of dotted keys."""
     tree: dict[str, Any] = {}
     for key, value in values.items():
         *parents, name = key.split(".")

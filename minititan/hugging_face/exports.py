@@ -13,13 +13,13 @@ from torch import Tensor
 
 from minititan import registry
 from minititan.checkpoint import manifest
-from minititan.checkpoint.folder import check_checkpoint
+from minititan.checkpoint.folder import check_checkpoint, sync_folder
 from minititan.checkpoint.tensors import StepTensors, verified
 from minititan.config import ConfigError
 from minititan.config.error import fault_line
 from minititan.data import build_tokenizer
 from minititan.hugging_face.config_json import CONFIG, config_of
-from minititan.hugging_face.target import check_new, new_folder, sync_folder
+from minititan.hugging_face.target import check_new, new_folder
 from minititan.hugging_face.weights import parameters_of
 from minititan.hugging_face.writing import Layout, Shard, shards_of, write_index, write_json, write_shard
 

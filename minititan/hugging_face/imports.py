@@ -17,6 +17,7 @@ from minititan.checkpoint.folder import step_folder
 from minititan.config import Config, ConfigError, load
 from minititan.config.command_line import WHERE, parse
 from minititan.config.error import fault_line
+from minititan.config.load import nested
 from minititan.config.schema import all_keys
 from minititan.data import build_tokenizer
 from minititan.hugging_face import weights
@@ -149,25 +150,14 @@ def _assets(source: Path, given: Table) -> Path | None:
 
 def _loaded(table: Table, file: Path, words: Sequence[str]) -> Config:
     """The config that the table and the command line make, which wins."""
-    file.write_text(tomli_w.dumps(_nested(table)), encoding="utf-8")
+    file.write_text(tomli_w.dumps(nested(table)), encoding="utf-8")
     return load([f"--job.config_file={file}", *words])
-
-
-def _nested(table: Mapping[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for key, value in table.items():
-        *parents, name = key.split(".")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[name] = value
-    return tree
 
 
 def _toml(config: Config, own: Table) -> str:
     """What differs from the defaults, in the order of the manual."""
     keys = [key for key in all_keys() if config.where(key) != "default" and key != "job.config_file"]
-    return tomli_w.dumps(_nested({key: config.value(key) for key in keys} | own))
+    return tomli_w.dumps(nested({key: config.value(key) for key in keys} | own))
 
 
 def _model_of(
