@@ -41,6 +41,11 @@ CASES = {
         {"training.dataloader.num_workers": "2", "training.dataloader.pin_memory": "true"},
         1e-4,
     ),
+    "attention inside documents": ({"data.document_mask": "true"}, 1e-4),
+    "attention inside documents, bfloat16, compiled": (
+        BFLOAT16 | COMPILE | {"data.document_mask": "true", "data.samples": "pack"},
+        2e-2,
+    ),
     "deterministic": ({"debug.deterministic": "true"}, 1e-4),
     "profiled": ({"profiling.enable_profiling": "true", "profiling.profile_freq": "5"}, 1e-4),
 }

@@ -4,9 +4,9 @@ Head counts are read off the local weights (`view(B, T, -1, head_dim)`), so the 
 slice of heads that tensor parallelism leaves it. Source: GQA (arXiv:2305.13245).
 """
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minititan.models.masks import Mask, attend
 from minititan.models.rotary import rotate
 
 
@@ -21,14 +21,12 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(width, kv_heads * head_dim, bias=False)
         self.o_proj = nn.Linear(heads * head_dim, width, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-        """Attend causally, or where the boolean mask [B, 1, T, T] says."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask) -> Tensor:
+        """Attend causally, or where the mask says."""
         q = rotate(self.heads(self.q_proj(x)), cos, sin)  # [B, H, T, C]
         k = rotate(self.heads(self.k_proj(x)), cos, sin)  # [B, K, T, C]
         v = self.heads(self.v_proj(x))  # [B, K, T, C]
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        out = attend(q, k, v, mask)
         return self.o_proj(out.transpose(1, 2).flatten(2))  # [B, H, T, C] -> [B, T, H*C] -> [B, T, D]
 
     def heads(self, x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from minititan.models.attention import Attention
 from minititan.models.feed_forward import FeedForward
+from minititan.models.masks import Mask, document_mask
 from minititan.models.rotary import RopeScaling, inverse_frequencies, rotary_tables
 
 # Module-name pattern -> style of `parallelisms/tensor_parallel.py`.
@@ -84,7 +85,7 @@ class DecoderBlock(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(width, eps=args.rms_norm_eps)
         self.mlp = FeedForward(width, args.intermediate_size)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -117,16 +118,10 @@ class Decoder(nn.Module):
         args = self.args
         frequencies = inverse_frequencies(args.channels, args.rope_theta, args.rope_scaling, positions.device)
         cos, sin = rotary_tables(positions, frequencies, x.dtype)
-        mask = None if document_ids is None else document_mask(document_ids)
+        mask = None if document_ids is None else document_mask(document_ids, args.channels, x.dtype)
         for layer in self.layers.values():
             x = layer(x, cos, sin, mask)
         return self.norm(x) if self.norm is not None else x
-
-
-def document_mask(document_ids: Tensor) -> Tensor:
-    """Return the causal mask inside documents, [B, 1, T, T], True where attention is allowed."""
-    same = document_ids[:, None, :, None] == document_ids[:, None, None, :]
-    return same.tril()
 
 
 def init_parameter(name: str, tensor: Tensor, generator: torch.Generator, args: DecoderArgs) -> None:

@@ -1,0 +1,47 @@
+"""Attention inside documents, by each kernel, against attention to each document alone."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from minititan.models import masks
+
+B, H, K, T, C = 2, 8, 4, 40, 16
+
+
+@pytest.fixture
+def inputs() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"q": (B, H, T, C), "k": (B, K, T, C), "v": (B, K, T, C)}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+IDS = torch.tensor([[0] * 7 + [1] * 1 + [2] * 20 + [3] * 12, [4] * 40])
+
+
+def alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(q)
+    for row, ids in enumerate(IDS):
+        for document in ids.unique().tolist():
+            places = ids == document
+            own_q, own_k, own_v = (tensor[row : row + 1, :, places] for tensor in (q, k, v))
+            out[row : row + 1, :, places] = F.scaled_dot_product_attention(
+                own_q, own_k, own_v, is_causal=True, enable_gqa=True
+            )
+    return out
+
+
+def test_a_boolean_mask_is_attention_to_each_document_alone(inputs: dict[str, torch.Tensor]) -> None:
+    mask = masks.document_mask(IDS, C, torch.float32)
+    assert isinstance(mask, torch.Tensor) and mask.shape == (B, 1, T, T)
+    assert torch.allclose(masks.attend(**inputs, mask=mask), alone(**inputs), atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_is_the_same(inputs: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager: its compiled kernel needs a GPU, or a C++ compiler and minutes."""
+    monkeypatch.setattr(masks, "_flex_attention", lambda: (flex_attention, create_block_mask))
+    found = masks.attend(**inputs, mask=masks.block_mask(IDS))
+    assert torch.allclose(found, alone(**inputs), atol=1e-6)
+    assert not torch.allclose(found, masks.attend(**inputs, mask=None), atol=1e-2)
