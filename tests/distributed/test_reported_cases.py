@@ -151,7 +151,7 @@ def test_data_that_is_used_once_ends_the_run(tmp_path: Path, token_cache: Path) 
     whole = row_of({"layout": "one"}).with_("4 steps", once | {"training.steps": "2"})
     assert list(steps_of(train(whole, tmp_path / "whole", token_cache))) == [1, 2]
     shorter = row_of({"layout": "dp2"}).with_("none", once | {"training.global_batch_size": "128"})
-    with pytest.raises(RuntimeError, match=r"data.repeat = false: the data has fewer samples than the 128"):
+    with pytest.raises(RuntimeError, match=r"data.repeat = false: the data has fewer samples than one step"):
         train(shorter, tmp_path / "none", token_cache)
 
 
