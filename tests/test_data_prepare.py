@@ -457,8 +457,7 @@ def test_command_says_what_it_made_and_does_it_once(tmp_path: Path, capsys: pyte
     assert "was whole already" in capsys.readouterr().out and files_in(tmp_path / "set") == before
     card = json.loads(before["dataset.json"])
     assert card["tokenizer"] == str(tokenizer / "tokenizer.json") and card["bytes_per_token"] > 1
-    with pytest.raises(SystemExit, match="0"):
-        main(["prepare", "--help"])
+    assert main(["prepare", "--help"]) == 0
     assert "usage: minititan prepare" in capsys.readouterr().out
 
 
