@@ -80,9 +80,7 @@ class Checkpoints:
 
     def export(self, step: int) -> None:
         """Write a saved step in Hugging Face's form too."""
-        begin, path = time.perf_counter(), self.run.folder / "hugging_face" / f"step-{step}"
-        save_folder(step_folder(self.run.checkpoint_folder, step), path)
-        self.say(f"Wrote {path} in {time.perf_counter() - begin:.1f} s")
+        export_step(self.run, step, self.say)
 
     def to_save(
         self, progress: Progress, *, last: bool, validation_loss: float | None
@@ -209,6 +207,24 @@ def settings_of(config: Config) -> dict[str, dict[str, Any]]:
         "optimizer": config.optimizer.model_dump(exclude=left_out),
         "lr_scheduler": {**schedule, "total_steps": total_steps},
     }
+
+
+def export_step(run: Run, step: int, say: Callable[[str], None]) -> None:
+    """Write a saved step in Hugging Face's form too; every rank must call it."""
+    begin, path = time.perf_counter(), hugging_face_folder(run, step)
+    save_folder(step_folder(run.checkpoint_folder, step), path)
+    say(f"Wrote {path} in {time.perf_counter() - begin:.1f} s")
+
+
+def hugging_face_folder(run: Run, step: int) -> Path:
+    """Where `checkpoint.last_save_in_hf` writes a step."""
+    return run.folder / "hugging_face" / f"step-{step}"
+
+
+def finish_export(run: Run, step: int) -> None:
+    """Write what a run that ended between its last save and the export after it has left out; rank 0."""
+    if run.config.checkpoint.last_save_in_hf and not hugging_face_folder(run, step).is_dir():
+        export_step(run, step, print)
 
 
 def completed_step(run: Run) -> int | None:

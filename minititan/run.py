@@ -42,12 +42,11 @@ class Run:
     def locked_folders(self) -> dict[str, Path]:
         """The folders that only one run may write at a time, each under the key that sets it."""
         folders, checkpoints = {"job.dump_folder": self.folder}, self.checkpoint_folder
-        inside = checkpoints.resolve().is_relative_to(self.folder.resolve())
-        return (
-            folders
-            if inside or not self.config.checkpoint.enable
-            else folders | {"checkpoint.folder": checkpoints}
-        )
+        section = self.config.checkpoint
+        saves = section.enable and not section.load_only
+        if saves and checkpoints.resolve() != self.folder.resolve():
+            folders["checkpoint.folder"] = checkpoints  # it can be that of a run elsewhere
+        return folders
 
 
 def folder_of(config: Config) -> Path:

@@ -9,7 +9,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal, TextIO
@@ -60,11 +60,17 @@ class RunStatus:
             known = isinstance(error, ConfigError)
             self.write("failed", str(error) if known else f"{type(error).__name__}: {error}")
 
-    def finished_before(self, folders: Mapping[str, Path], step: int) -> None:
-        """Correct what a run has left that was ended after its last save, before it could write the file."""
+    def finished_before(
+        self, folders: Mapping[str, Path], step: int, finish: Callable[[], None] = lambda: None
+    ) -> None:
+        """Correct what a run has left that was ended after its last save, before it could write the file.
+
+        `finish` does what it has left undone.
+        """
         if read_status(next(iter(folders.values()))).get("state", "finished") != "finished":
             self.take(folders)
             self.step = step
+            finish()
             self.write("finished", "nothing was left to do")
 
     def ended_at_once(self, signal_name: str) -> None:

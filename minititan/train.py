@@ -40,7 +40,7 @@ from minititan.metrics import MetricsLogger, Step
 from minititan.optimizer import lr_at, set_lr_factor
 from minititan.parallelisms import build_meshes
 from minititan.report import closing_lines, opening_lines, stopped_lines, write_config
-from minititan.resume import Checkpoints, Progress, completed_step
+from minititan.resume import Checkpoints, Progress, completed_step, finish_export
 from minititan.run import Run, check
 from minititan.run_status import RunStatus
 from minititan.saving import Saves
@@ -339,7 +339,7 @@ def train(config: Config, stop: StopSignals, status: RunStatus) -> int:
     run = check(config, world_size_from_env())
     if (step := completed_step(run)) is not None:
         if rank_from_env() == 0:
-            status.finished_before(run.locked_folders, step)
+            status.finished_before(run.locked_folders, step, lambda: finish_export(run, step))
             print(closing_lines(run, step, None), flush=True)
         return 0
     comm = config.comm

@@ -90,6 +90,7 @@ def test_long_lists_are_cut(saved):
 def test_a_model_only_checkpoint_says_how_it_can_be_used(saved):
     saved.save(3, {key: tensor for key, tensor in tensors(3).items() if key.startswith("model.")}, {})
     text = fails_to_load(saved, 3, tensors(0))
+    assert "start from it in another job.dump_folder, checkpoint.load_step to go on" in text
     assert "holds a model only" in text and 'exclude_from_loading = ["optimizer"]' in text
     target = tensors(0)
     saved.load(3, target, exclude=["optimizer"])

@@ -88,7 +88,8 @@ def test_a_spoiled_step_that_was_asked_for_is_an_error(three: Checkpointer, said
 def test_a_link_is_no_step(three: Checkpointer, tmp_path: Path, said: Said):
     (three.folder / "step-3").rename(tmp_path / "elsewhere")
     (three.folder / "step-3").symlink_to(tmp_path / "elsewhere")
-    assert newest(three) == 2 and not said
+    assert newest(three) == 2
+    assert said == [f"{three.folder}/step-3: a link, which is not followed; step 2 is used"]
     with pytest.raises(ConfigError, match="has no such step; there: 1, 2"):
         three.load(3, tensors(0))
     keeper = checkpointer(three.folder, keep_latest_k=1)
@@ -96,6 +97,16 @@ def test_a_link_is_no_step(three: Checkpointer, tmp_path: Path, said: Said):
     keeper.save(4, tensors(4), {})
     assert sorted(os.listdir(three.folder)) == ["step-3", "step-4"]
     assert (tmp_path / "elsewhere" / "COMMIT.json").exists()
+
+
+def test_a_run_does_not_start_afresh_beside_links(tmp_path: Path):
+    (tmp_path / "step-7").symlink_to(tmp_path / "another disk" / "step-7")
+    with pytest.raises(ConfigError) as caught:
+        newest(checkpointer(tmp_path))
+    assert caught.value.faults == (
+        f"{tmp_path}/step-7: a link, which is not followed",
+        f"{tmp_path}: none of its checkpoints is whole; remove them to start afresh",
+    )
 
 
 def test_spoiled_newer_steps_are_moved_aside_with_the_others(three: Checkpointer):

@@ -124,6 +124,13 @@ def test_damage_is_found_and_its_file_named(run, name, capsys):
         assert code == 2 and str(file) in err and not (run / "x.safetensors").exists()
 
 
+def test_a_step_of_which_only_the_folder_is_left_is_damaged(run, capsys):
+    step = run / "checkpoint" / "step-10"
+    for file in step.iterdir():
+        file.unlink()
+    assert tool(capsys, "verify", step)[:2] == (1, f"{step}/COMMIT.json: missing\n")
+
+
 def test_convert_overwrites_nothing_and_leaves_nothing_half_written(run, capsys, tmp_path):
     step, file = run / "checkpoint" / "step-9", tmp_path / "x.safetensors"
     file.write_text("mine")

@@ -19,6 +19,15 @@ def checked(folder: Path, *overrides: str) -> Run:
     return check(load([f"--job.config_file={DEBUG}", where, *overrides]), 1)
 
 
+def test_a_run_has_the_folder_that_it_saves_to_wherever_that_is(tmp_path: Path):
+    one, own = checked(tmp_path / "one"), tmp_path / "one" / "checkpoint"
+    assert one.locked_folders == {"job.dump_folder": tmp_path / "one", "checkpoint.folder": own}
+    other = [f"--checkpoint.folder={own}"]
+    assert checked(tmp_path / "two", *other).locked_folders["checkpoint.folder"] == own
+    for nothing in ("--checkpoint.load_only", "--checkpoint.no_enable", "--checkpoint.folder=."):
+        assert list(checked(tmp_path / "three", *other, nothing).locked_folders) == ["job.dump_folder"]
+
+
 def save_nothing_as(folder: Path, step: int) -> None:
     path = folder / "checkpoint" / f"step-{step}"
     path.mkdir(parents=True)

@@ -61,12 +61,18 @@ class Checkpointer:
         A line is said for each fault of the newer ones. Raises ConfigError when none is whole.
         """
         try:
-            steps = first_rank(lambda: folder.step_folders(self.folder))
+            steps, links = first_rank(
+                lambda: (folder.step_folders(self.folder), folder.step_links(self.folder))
+            )
         except RanksFailedError as failed:
             raise failed.explained(f"{self.folder}: could not be read", "give this user access") from None
         faults: list[str] = []
-        for step in reversed(steps):
-            found = self._verified(folder.step_folder(self.folder, step), step)
+        for step in sorted(steps + links, reverse=True):
+            path = folder.step_folder(self.folder, step)
+            if step in links:
+                faults.append(f"{path}: a link, which is not followed")
+                continue
+            found = self._verified(path, step)
             if isinstance(found, Verified):
                 for fault in faults:
                     self._say_first(f"{fault}; step {step} is used")

@@ -118,7 +118,8 @@ def _way_out(missing: Iterable[str], saved: Collection[str]) -> str:
     gone = {section(key) for key in missing} - {section(key) for key in saved}
     if gone == {"optimizer"}:
         return (
-            "it holds a model only: set checkpoint.initial_load_path to start from it, "
+            "it holds a model only: set checkpoint.initial_load_path to start from it in another "
+            "job.dump_folder, checkpoint.load_step to go on from an earlier step, "
             'or checkpoint.exclude_from_loading = ["optimizer"]'
         )
     return other_part(missing)

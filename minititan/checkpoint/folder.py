@@ -45,15 +45,28 @@ def committed_steps(folder: Path) -> list[int]:
 
 def step_folders(folder: Path) -> list[int]:
     """The numbers of all folders named `step-N`, whatever is in them, ascending; links are not among them."""
+    paths = {step: step_folder(folder, step) for step in _named(folder)}
+    return [step for step, path in paths.items() if path.is_dir() and not path.is_symlink()]
+
+
+def step_links(folder: Path) -> list[int]:
+    """The numbers of all links named `step-N`, ascending."""
+    return [step for step in _named(folder) if step_folder(folder, step).is_symlink()]
+
+
+def is_step_name(name: str) -> bool:
+    """Whether a checkpoint could have this name."""
+    return _STEP.fullmatch(name) is not None
+
+
+def _named(folder: Path) -> list[int]:
     try:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be listed ({error.strerror}); give this user access") from error
-    steps = [int(match[1]) for name in names if (match := _STEP.fullmatch(name))]
-    paths = {step: step_folder(folder, step) for step in sorted(steps)}
-    return [step for step, path in paths.items() if path.is_dir() and not path.is_symlink()]
+    return sorted(int(match[1]) for name in names if (match := _STEP.fullmatch(name)))
 
 
 def check_writable(key: str, folder: Path, needed_bytes: int = 1) -> None:

@@ -268,14 +268,15 @@ def read_tensors(path: Path, metadata: Metadata, tensors: Mapping[str, Tensor], 
     """
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     detached = {key: tensor.detach() for key, tensor in tensors.items()}
-    with _dcp():
+    with _dcp(alone):
         load(detached, storage_reader=_Reader(path, metadata), planner=planner, no_dist=alone)
 
 
 @contextmanager
-def _dcp() -> Iterator[None]:
+def _dcp(alone: bool = False) -> Iterator[None]:
     with ExitStack() as stack:
-        if not is_initialized():  # in a run there is a group, and filters belong to all of its threads
+        # Only where DCP warns of it: filters belong to all threads of a run.
+        if alone or not is_initialized():
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:

@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from minititan.checkpoint import manifest
-from minititan.checkpoint.folder import remove_step, step_folder, step_folders, validation_losses
+from minititan.checkpoint.folder import (
+    is_step_name,
+    remove_step,
+    step_folder,
+    step_folders,
+    validation_losses,
+)
 from minititan.checkpoint.manifest import COMMIT, TRAIN_STATE, Manifest
 from minititan.checkpoint.retention import Keep, steps_to_remove
 from minititan.commands import Parser, parser_of
@@ -47,6 +53,8 @@ def steps_at(path: Path) -> list[Path]:
     for folder in (path, path / "checkpoint"):
         if folder.is_dir() and (steps := step_folders(folder)):
             return [step_folder(folder, step) for step in steps]
+    if is_step_name(path.name):  # all of it is lost but the folder
+        return [path]
     raise ConfigError(f"{path}: holds no checkpoint (step-N); give a folder that does")
 
 

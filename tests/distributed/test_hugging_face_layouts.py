@@ -3,6 +3,8 @@
 import contextlib
 import io
 import json
+import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ from safetensors.torch import load_file
 
 from minititan.config import ConfigError, load
 from minititan.run import check
+from minititan.run_status import read_status
+from minititan.train import main
 from tests.distributed.harness import RankError, run_ranks
 from tests.distributed.layouts import LAYOUTS
 from tests.distributed.runs import Piece, piece
@@ -66,7 +70,8 @@ def train_in_rank(rank: int, world: int, words: list[str]) -> dict[str, Any]:
     from minititan.train import Trainer
 
     said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    with contextlib.redirect_stdout(said), warnings.catch_warnings():
+        warnings.filterwarnings("error", message="torch.distributed is disabled")  # a rank reads alone
         trainer = Trainer.build(check(load(words), world), init_distributed(timeout_seconds=300))
         pieces = {name: piece(parameter.detach().float()) for name, parameter in trainer.parameters.items()}
         trainer.run()
@@ -122,6 +127,23 @@ def test_in_and_out(sources: dict[bool, Path], layout: str, tmp_path: Path, toke
     assert json.loads((folder / "config.json").read_text()) == json.loads(
         (source / "config.json").read_text()
     )
+
+
+def test_an_export_that_was_cut_off_is_made_up_for(
+    sources: dict[bool, Path], tmp_path: Path, token_cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = words_of(tmp_path, sources[False], False, "one", token_cache)
+    run_ranks(train_in_rank, 1, words)
+    run, folder = tmp_path / "out", tmp_path / "out" / "hugging_face" / "step-1"
+    written = {path.name: path.read_bytes() for path in folder.iterdir()}
+    shutil.rmtree(folder.parent)
+    (run / "run_status.json").write_text('{"state": "running"}')  # killed between the save and the export
+    assert main(words) == 0
+    assert f"Wrote {folder}" in capsys.readouterr().out
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == written
+    assert read_status(run)["state"] == "finished"
+    shutil.rmtree(folder.parent)  # by its owner: the run had finished
+    assert main(words) == 0 and not folder.exists()
 
 
 def test_each_rank_writes_a_part_of_the_files(
