@@ -18,6 +18,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from minititan.config import ConfigError, RankFault
 from minititan.config.batches import BatchSizes
+from minititan.config.error import literal
 from minititan.data.fault import Fault, plain_fault
 from minititan.data.mixture import Mixture, Stage
 from minititan.data.order import ORDER_VERSION
@@ -244,7 +245,8 @@ def _differences(saved: DataState, now: DataState, labels: Mapping[str, str], fa
         ("data.samples", saved.samples, now.samples),
     ):
         if was != value:
-            faults.append(fault(key, f"the run to be resumed has {was}", f"set {key} = {was}, {AFRESH}"))
+            had = literal(was)
+            faults.append(fault(key, f"the run to be resumed has {had}", f"set {key} = {had}, {AFRESH}"))
     before, sources = dict(saved.sources), dict(now.sources)
     if list(before) != list(sources):
         rule = f"the run to be resumed has the sources {', '.join(before)}"
@@ -253,8 +255,8 @@ def _differences(saved: DataState, now: DataState, labels: Mapping[str, str], fa
         if before[name] != sources[name]:
             faults.append(
                 f"{labels[name]}: gives other tokens (fingerprint {sources[name][:12]}) than the run to be"
-                f" resumed has ({before[name][:12]}); give the same text, tokenizer and [data] options,"
-                f" {AFRESH}"
+                f" resumed has ({before[name][:12]}); give the same text, tokenizer, [data] options"
+                f" and validation.holdout, {AFRESH}"
             )
     degrees = (saved.auto_dp_degree, now.auto_dp_degree)
     if None not in degrees and degrees[0] != degrees[1]:
