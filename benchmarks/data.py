@@ -4,6 +4,8 @@
               memory; and with bytes
     memory    peak resident memory of preparing files of several sizes, which must not grow with them
     startup   opening a set of ten thousand shards
+    loader    micro-batches from a warm shard, against a copy of the same windows from a bare memory map
+    resume    the first micro-batch of a run that goes on at sample 10^9, against that of a run that begins
 
 Words after the name choose among them. Sizes are small by default; `--mib` sets that of the text.
 """
@@ -15,13 +17,19 @@ import sys
 import sysconfig
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
+
+if TYPE_CHECKING:
+    from minititan.data import Tokens, TrainLoader
 
 MIB = 1 << 20
 DOCUMENT_CHARACTERS = 4000
@@ -134,17 +142,109 @@ def bench_startup(folder: Path, shards: int = 10_000) -> None:
     )
 
 
+def bench_loader(folder: Path, seq_len: int = 2048, micro_batch_size: int = 8) -> None:
+    from minititan.data.shards import write_manifest, write_shard
+    from minititan.data.tokens import open_prepared
+
+    dtype, count, batches = np.dtype("<u2"), 1 << 26, 200
+    tokens = np.random.default_rng(0).integers(0, 50_000, count).astype(dtype)
+    entry = write_shard(folder, "00000-000", dtype, [(tokens, np.arange(0, count, 1000))])
+    write_manifest(folder, [entry], dtype, 50_000, "")
+    bare = np.asarray(np.memmap(folder / "00000-000.bin", dtype, "r"))
+    windows = np.random.default_rng(1).permutation(count // seq_len - 1)[: batches * micro_batch_size]
+
+    def copy_windows() -> None:
+        for begin in (windows * seq_len).tolist():
+            bare[begin : begin + seq_len + 1].astype(np.int64)
+
+    for kind in ("window", "pack"):
+        loader = iter(build_loader(open_prepared(folder, ""), folder, kind, seq_len, micro_batch_size))
+        for _ in range(count // seq_len // micro_batch_size):  # warm: all of it read once
+            next(loader)
+        rates = []
+        for _ in range(10 * REPEATS):  # short ones, of which the best counts: others may use the cores
+            taken = seconds_of(partial(deque, islice(loader, batches), 0))
+            rates.append((taken, seconds_of(copy_windows)))
+        taken, alone = (len(windows) * seq_len / min(times) / 1e6 for times in zip(*rates, strict=True))
+        ratio = f"{taken / alone:.0%} of a bare copy's {alone:.0f}"
+        print(f"loader, {kind}: {taken:.0f} M tokens/s (at least 50), {ratio}")
+
+
+def bench_resume(folder: Path, seq_len: int = 128, place: int = 10**9) -> None:
+    """On sparse files, which take no room."""
+    import dataclasses
+
+    from minititan.data.shards import edges_of, write_manifest
+    from minititan.data.tokens import open_prepared
+
+    dtype, tokens = np.dtype("<u2"), 1 << 31
+    entries = []
+    for number in range(1 + place * seq_len // tokens):
+        name = f"{number:05d}-000"
+        np.save(folder / f"{name}.starts.npy", np.zeros(1, dtype="<i8"))
+        with (folder / f"{name}.bin").open("wb") as file:
+            file.truncate(tokens * dtype.itemsize)
+        about = {"hash": "0", "starts_sha256": "", "edges": edges_of(folder / f"{name}.bin")}
+        entries.append({"name": name, "tokens": tokens, "documents": 1, **about})
+    write_manifest(folder, entries, dtype, 1000, "")
+
+    def first_batch(consumed: int) -> None:
+        loader = build_loader(open_prepared(folder, ""), folder, "window", seq_len, 8)
+        loader.resume(dataclasses.replace(loader.state(), samples_consumed=consumed), consumed // 8)
+        next(iter(loader))
+
+    first_batch(0)  # imports, and the files' pages
+    start, resumed = (
+        sorted(seconds_of(partial(first_batch, consumed)) for _ in range(4 * REPEATS + 1))[2 * REPEATS]
+        for consumed in (0, place)
+    )
+    print(
+        f"resume: first batch at sample {place:,} in {resumed * 1e3:.1f} ms (at most 2,000), "
+        f"{resumed / start:.2f} of {start * 1e3:.1f} ms at the start (at most 1.5)"
+    )
+
+
+def build_loader(
+    tokens: "Tokens", cache: Path, kind: str, seq_len: int, micro_batch_size: int
+) -> "TrainLoader":
+    """The loader of a run on one rank."""
+    from minititan.config.batches import BatchSizes
+    from minititan.data import build_train_loader
+    from minititan.data.samples import build_samples
+
+    options = {"cache": cache, "document_mask": kind != "window", "predict_first_token": True}
+    return build_train_loader(
+        {"": build_samples(tokens, kind, seq_len, say=print, **options)},
+        kind=kind,
+        seq_len=seq_len,
+        seed=0,
+        batch_sizes=BatchSizes(((1, micro_batch_size),)),
+        micro_batch_size=micro_batch_size,
+        dp_rank=0,
+        dp_degree=1,
+        document_mask=kind != "window",
+    )
+
+
+BENCHES = {
+    "prepare": bench_prepare,
+    "memory": bench_memory,
+    "startup": bench_startup,
+    "loader": bench_loader,
+    "resume": bench_resume,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", nargs="*", choices=["prepare", "memory", "startup", []], default=[])
+    parser.add_argument("what", nargs="*", choices=[*BENCHES, []], default=[])
     parser.add_argument("--mib", type=int, default=64)
     options = parser.parse_args()
-    for name, bench in {"prepare": bench_prepare, "memory": bench_memory, "startup": bench_startup}.items():
-        if name in (options.what or ["prepare", "memory", "startup"]):
-            with tempfile.TemporaryDirectory() as folder:
-                bench(Path(folder), *([] if name == "startup" else [options.mib]))
+    for name in options.what or BENCHES:
+        with tempfile.TemporaryDirectory() as folder:
+            BENCHES[name](Path(folder), *([options.mib] if name in ("prepare", "memory") else []))
 
 
 if __name__ == "__main__":

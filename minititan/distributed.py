@@ -22,15 +22,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from minititan.config import ConfigError
+from minititan.config import ConfigError, RankFault
 from minititan.signals import StopSignals
 
 USER_ERROR_EXIT_CODE = 2
 PREEMPTED_EXIT_CODE = 75  # EX_TEMPFAIL: start me again
 # How long other ranks leave the word to rank 0, whose exit makes the launcher end them.
 FAULT_WAIT_SECONDS = 60.0
-# How long another rank holds back an error that rank 0's end may have caused.
+# How long a rank holds back an error that another's end may have caused; and rank 0, often the cause itself.
 ECHO_WAIT_SECONDS = 5.0
+FIRST_RANK_ECHO_WAIT_SECONDS = 2.0
 GIB = 1024**3
 
 
@@ -250,9 +251,9 @@ def _resident_bytes() -> tuple[int, int]:
 def first_error_speaks(
     stop: StopSignals | None = None, tell: Callable[[BaseException], None] = lambda error: None
 ) -> Iterator[None]:
-    """Holds a RuntimeError of another rank than 0 back a little, since most are echoes.
+    """Holds a RuntimeError back a little, since most are echoes, and longer on another rank than 0.
 
-    When rank 0 ends with an error, the others lose their connections to it, and would add tracebacks of that;
+    When a rank ends with an error, the others lose their connections to it, and would add tracebacks of that;
     torchrun ends them before they do. `tell` gets an error that is not held back for good.
     """
     try:
@@ -260,8 +261,9 @@ def first_error_speaks(
     except ConfigError:
         raise
     except Exception as error:
-        if isinstance(error, RuntimeError) and rank_from_env() != 0 and "TORCHELASTIC_RUN_ID" in os.environ:
-            (stop or StopSignals()).wait_to_be_ended(ECHO_WAIT_SECONDS)
+        if isinstance(error, RuntimeError) and "TORCHELASTIC_RUN_ID" in os.environ:
+            seconds = FIRST_RANK_ECHO_WAIT_SECONDS if rank_from_env() == 0 else ECHO_WAIT_SECONDS
+            (stop or StopSignals()).wait_to_be_ended(seconds)
         tell(error)
         raise
 
@@ -274,10 +276,10 @@ def report_and_exit(
     """Prints one line a fault, once in the whole run, and exits 2; `tell` gets what is printed.
 
     Rank 0 prints and exits; its exit makes the launcher end the others, which wait for that: an earlier exit
-    of theirs would end rank 0 before it printed. One that nobody ends (a fault of its own only) prints after
-    all.
+    of theirs would end rank 0 before it printed. One that nobody ends prints after all; a RankFault is its
+    rank's own and printed at once.
     """
-    if rank_from_env() != 0:
+    if rank_from_env() != 0 and not isinstance(error, RankFault):
         (stop or StopSignals()).wait_to_be_ended(FAULT_WAIT_SECONDS)
     tell(error)
     print(error, file=sys.stderr, flush=True)

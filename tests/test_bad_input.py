@@ -13,6 +13,7 @@ from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tokenizers
 import torch.distributed as dist
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from minititan import distributed, report, run, train
 from minititan.checkpoint.folder import check_writable
 from minititan.config import ConfigError
+from minititan.data.order import samples_at
 from tests.distributed.harness import run_ranks
 
 RUN = """
@@ -589,6 +591,20 @@ def test_a_fault_of_rank_0_alone_ends_the_others_without_an_echo(folder: Path) -
     faults = [line for line in ended.stderr.splitlines() if line.startswith(f"{folder}/dump/tb: the metrics")]
     assert len(faults) == 1
     assert ended.returncode == 1
+    assert "exitcode  : 2 " in ended.stderr
+    assert "minititan/train.py" not in ended.stderr
+
+
+def test_a_fault_that_a_worker_of_rank_1_alone_meets_is_one_line(folder: Path) -> None:
+    ids = np.zeros(4_000_000, dtype=np.uint16)
+    sample = int(samples_at(np.array([3]), (len(ids) - 1) // 16, 0)[0])  # of rank 1 at the second step
+    ids[sample * 16 + 8] = 5000
+    np.save(folder / "ids.npy", ids)
+    words = ["--training.dataset_path", f"{folder}/ids.npy", "--debug.seed", "0", "--metrics.log_freq", "1"]
+    ended = torchrun(folder, *words, "--training.dataloader.num_workers", "1")
+    assert "step: 1/2" in ended.stdout
+    faults = [line for line in ended.stderr.splitlines() if line.startswith(f"{folder}/ids.npy: token ")]
+    assert len(faults) == 1
     assert "exitcode  : 2 " in ended.stderr
     assert "minititan/train.py" not in ended.stderr
 

@@ -206,7 +206,7 @@ def test_other_sources_weights_and_ways_of_cutting_are_refused(sources):
         (loader_of(swapped, (1, ("1", "2")), (4, ("1", "1"))), r"numbers: gives other tokens \(fingerprint"),
         (
             loader_of(sources, (1, ("1", "2")), (4, ("1", "1")), kind="pack"),
-            "data.samples: the run to be resumed has window; set data.samples = window",
+            'data.samples: the run to be resumed has "window"; set data.samples = "window",',
         ),
     ):
         with pytest.raises(ConfigError, match=message) as error:

@@ -2,7 +2,9 @@
 
 import pickle
 from dataclasses import replace
+from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,12 +12,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
 
-from minititan.config import ConfigError
+from minititan.config import ConfigError, RankFault
 from minititan.config.batches import BatchSizes
 from minititan.data import DataState, Tokens, TrainLoader, build_train_loader, build_validation_loader
-from minititan.data.samples import Batch, Windows
+from minititan.data.loader import ValidationLoader
+from minititan.data.samples import Windows
 from tests.test_data_order import reference_sample
 from tests.token_sets import save_tokens
 
@@ -51,7 +53,7 @@ def train_loader(
     return loader
 
 
-def validation_loader(tokens: Tokens, seq_len: int = T, **more: Any) -> DataLoader[Batch]:
+def validation_loader(tokens: Tokens, seq_len: int = T, **more: Any) -> ValidationLoader:
     samples = Windows(tokens, seq_len, boundaries=False, skip_first_labels=False)
     return build_validation_loader([samples], seq_len=seq_len, **more)
 
@@ -177,6 +179,23 @@ def test_workers_change_nothing(stream: np.ndarray, tokens: Tokens):
     resumed = train_loader(tokens, 4, 2, state=loader.state(), num_workers=1)
     for step, rows in enumerate(first + take_steps([resumed], 2, 2)):
         assert torch.equal(rows, expected_rows(stream, step * 4, 4))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", ["train", "validation"])
+def test_a_fault_in_a_worker_reaches_the_user_as_its_line_alone(tmp_path: Path, kind: str, workers: int):
+    ids = np.arange(T * 4 + 1)
+    tokens = save_tokens(tmp_path, ids, np.zeros(1, dtype=np.int64), len(ids))
+    tokens.vocab_size = 20
+    build = {"train": partial(train_loader, tokens, 2, 2), "validation": partial(_validation_of, tokens)}[
+        kind
+    ]
+    with pytest.raises(RankFault, match=r"\A/\S*00000-000\.bin: token 20 has the id 20, [^\n]*\Z"):
+        list(islice(build(num_workers=workers), 5))
+
+
+def _validation_of(tokens: Tokens, **more: Any) -> ValidationLoader:
+    return validation_loader(tokens, batch_size=2, dp_rank=0, dp_degree=1, **more)
 
 
 def test_micro_batches_are_what_a_model_takes(tokens: Tokens):

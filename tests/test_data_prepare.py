@@ -480,3 +480,10 @@ def test_output_into_a_pipe_that_ends_early(tmp_path: Path):
         words = [sys.executable, "-m", "minititan", "config", "--schema"]
         ended = subprocess.run(words, stdout=pipe, stderr=subprocess.PIPE, timeout=60)
     assert ended.stderr == b"" and ended.returncode == 128 + signal.SIGPIPE
+
+
+def test_where_all_is_rejected_the_first_reason_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "a.jsonl").write_text('{"content": "a"}\n{"content": "b"}\n')
+    words = ["prepare", str(tmp_path / "a.jsonl"), "--output", str(tmp_path / "set"), "--on_bad_record=skip"]
+    assert main(words) == 2
+    assert f"bad records: 2; the first: {tmp_path}/a.jsonl:1: no key 'text'" in capsys.readouterr().err

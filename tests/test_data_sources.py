@@ -277,3 +277,9 @@ def test_documents_are_framed_and_empty_ones_left_out(
         read, text_bytes = read + batch.documents, text_bytes + batch.text_bytes
     assert found == expected and found_starts == starts
     assert (read, text_bytes) == (4, sum(len(d.encode()) for d in documents))
+
+
+def test_a_source_of_a_mixture_is_called_by_the_key_that_it_has(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("a")
+    source = resolve_source("", str(tmp_path), "train", section="data.sources.web")
+    assert source.label == f'data.sources.web.path = "{tmp_path}"'

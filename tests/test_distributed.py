@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from minititan import distributed
-from minititan.config import ConfigError
+from minititan.config import ConfigError, RankFault
 from minititan.distributed import (
     computes_bfloat16,
     device_memory,
@@ -82,6 +82,14 @@ def test_another_rank_waits_then_prints_if_nobody_ended_it(no_launcher, capsys):
         report_and_exit(ConfigError("only rank 3 sees this"))
     assert (caught.value.code, waited) == (2, [60.0])
     assert capsys.readouterr().err == "only rank 3 sees this\n"
+
+
+def test_what_one_rank_alone_has_met_is_printed_at_once(no_launcher, capsys):
+    no_launcher.setenv("RANK", "3")
+    no_launcher.setattr(StopSignals, "wait_to_be_ended", lambda self, seconds: pytest.fail("waits"))
+    with pytest.raises(SystemExit):
+        report_and_exit(RankFault("tokens.npy: token 5 ..."))
+    assert capsys.readouterr().err == "tokens.npy: token 5 ...\n"
 
 
 def test_without_a_launcher_the_world_is_one(no_launcher):

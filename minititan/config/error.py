@@ -23,6 +23,10 @@ class ConfigError(ValueError):
         return self.args
 
 
+class RankFault(ConfigError):
+    """What one rank has met while the others go on: they will not report it."""
+
+
 def literal(value: Any) -> str:
     """`value` on one line as a TOML file would have it; None is "unset"."""
     if value is None:

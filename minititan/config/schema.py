@@ -341,7 +341,7 @@ class Config(Section):
         Library functions take plain values, and do not know where they were set.
         """
         keyed = [(fault.partition(" = ")[0], fault) for fault in error.faults]
-        return ConfigError(
+        return type(error)(
             *(f"{self.where(key)}: {fault}" if key in all_keys() else fault for key, fault in keyed)
         )
 

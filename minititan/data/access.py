@@ -15,7 +15,7 @@ from minititan.data.formats import SUFFIXES, open_formats
 from minititan.data.prepare import CARD, PLAN, Recipe
 from minititan.data.records import Form
 from minititan.data.shards import MANIFEST
-from minititan.data.sources import HUB_PREFIX, READABLE, files_at, resolve_source
+from minititan.data.sources import HUB_PREFIX, READABLE, files_at, path_key, resolve_source
 from minititan.data.tokenizer import Tokenizer
 from minititan.data.tokens import DamagedTokens, Tokens, open_prepared, read_manifest
 
@@ -46,7 +46,7 @@ def open_tokens(
     of the others. `section` is the config's section that names the source; `vocab_size` (unset: the
     tokenizer's) is what ids in token files of other programs must be below.
     """
-    key = f"{section}.dataset_path"
+    key = path_key(section)
     label = f"{key} = {json.dumps(dataset_path)}"
     if dataset_path and is_prepared(dataset_path, key, fault):
         return _open_in_place(Path(dataset_path).expanduser(), label, tokenizer, add_bos, add_eos, key, fault)
@@ -75,7 +75,7 @@ def check_source(
     dataset: str, dataset_path: str | None, *, section: str = "training", fault: Fault = plain_fault
 ) -> None:
     """Raises the ConfigError that `open_tokens` would raise for a wrong name or path."""
-    key = f"{section}.dataset_path"
+    key = path_key(section)
     if dataset_path and (is_prepared(dataset_path, key, fault) or token_files(dataset_path, key, fault)):
         return
     resolve_source(dataset, dataset_path, "train", section=section, fault=fault)

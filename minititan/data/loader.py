@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from minititan.config import ConfigError
+from minititan.config import ConfigError, RankFault
 from minititan.config.batches import BatchSizes
+from minititan.config.error import literal
 from minititan.data.fault import Fault, plain_fault
 from minititan.data.mixture import Mixture, Stage
 from minititan.data.order import ORDER_VERSION
@@ -70,8 +71,29 @@ class DataState:
         return cls(**values)
 
 
-def _as_it_is(batch: Batch) -> Batch:
-    return batch
+class _Readings(Dataset["Batch | RankFault"]):
+    """Batches by samples' numbers. A fault is handed on as a value: of an exception in a worker, torch
+    makes one whose text is a traceback.
+    """
+
+    def __init__(self, rows: SampleRows) -> None:
+        self._rows = rows
+
+    def __getitems__(self, numbers: list[int]) -> Batch | RankFault:
+        try:
+            return self._rows.__getitems__(numbers)
+        except ConfigError as error:
+            return RankFault(*error.faults)
+
+
+def _as_it_is(reading: Batch | RankFault) -> Batch | RankFault:
+    return reading
+
+
+def _batch_of(reading: Batch | RankFault) -> Batch:
+    if isinstance(reading, RankFault):
+        raise reading
+    return reading
 
 
 def _loading_options(
@@ -140,7 +162,7 @@ class TrainLoader:
             # torchdata 0.11 calls a function that torch 2.13 deprecates; can go with a later torchdata.
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
             rows = SampleRows(list(sources.values()), state.seq_len, document_mask)
-            self._loader = StatefulDataLoader(rows, batch_sampler=self._batches, **options)
+            self._loader = StatefulDataLoader(_Readings(rows), batch_sampler=self._batches, **options)
 
     def begin_at(self, steps_done: int) -> None:
         """Starts at the beginning of the data in a run that has done so many steps: batch sizes and weights
@@ -185,7 +207,7 @@ class TrainLoader:
         while True:
             size = self._sizes.at(self._step + 1)
             for left in reversed(range(size // self._samples_a_micro_batch)):
-                batch = next(batches)
+                batch = _batch_of(next(batches))
                 if not left:
                     self._step += 1
                     consumed = self._state.samples_consumed + size
@@ -223,7 +245,8 @@ def _differences(saved: DataState, now: DataState, labels: Mapping[str, str], fa
         ("data.samples", saved.samples, now.samples),
     ):
         if was != value:
-            faults.append(fault(key, f"the run to be resumed has {was}", f"set {key} = {was}, {AFRESH}"))
+            had = literal(was)
+            faults.append(fault(key, f"the run to be resumed has {had}", f"set {key} = {had}, {AFRESH}"))
     before, sources = dict(saved.sources), dict(now.sources)
     if list(before) != list(sources):
         rule = f"the run to be resumed has the sources {', '.join(before)}"
@@ -232,8 +255,8 @@ def _differences(saved: DataState, now: DataState, labels: Mapping[str, str], fa
         if before[name] != sources[name]:
             faults.append(
                 f"{labels[name]}: gives other tokens (fingerprint {sources[name][:12]}) than the run to be"
-                f" resumed has ({before[name][:12]}); give the same text, tokenizer and [data] options,"
-                f" {AFRESH}"
+                f" resumed has ({before[name][:12]}); give the same text, tokenizer, [data] options"
+                f" and validation.holdout, {AFRESH}"
             )
     degrees = (saved.auto_dp_degree, now.auto_dp_degree)
     if None not in degrees and degrees[0] != degrees[1]:
@@ -301,6 +324,19 @@ class _ValidationBatches:
             yield [k if k < self._n else NO_SAMPLE for k in range(begin, begin + self._batch_size)]
 
 
+class ValidationLoader:
+    """The batches of one rank; can be iterated again and again."""
+
+    def __init__(self, rows: SampleRows, batches: _ValidationBatches, options: dict[str, Any]) -> None:
+        self._loader = DataLoader(_Readings(rows), batch_sampler=batches, **options)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return map(_batch_of, self._loader)
+
+
 def build_validation_loader(
     sources: Sequence[Samples],
     *,
@@ -314,14 +350,13 @@ def build_validation_loader(
     persistent_workers: bool = False,
     pin_memory: bool = False,
     prefetch_factor: int | None = None,
-) -> DataLoader[Batch]:
+) -> ValidationLoader:
     """Each of the first `num_samples` samples (-1, or more than there are: all) once, on one of the ranks.
 
-    Every rank gets the same number of batches; rows that have no sample carry labels -100 alone. Can be
-    iterated again and again.
+    Every rank gets the same number of batches; rows that have no sample carry labels -100 alone.
     """
     available = sum(map(len, sources))
     n = available if num_samples < 0 else min(num_samples, available)
     batches = _ValidationBatches(n, batch_size, dp_rank, dp_degree)
     options = _loading_options(num_workers, persistent_workers, pin_memory, prefetch_factor)
-    return DataLoader(SampleRows(sources, seq_len, document_mask), batch_sampler=batches, **options)
+    return ValidationLoader(SampleRows(sources, seq_len, document_mask), batches, options)

@@ -275,6 +275,17 @@ def _counted(
         yield batch.tokens, batch.starts
 
 
+def _why_empty(folder: Path, entries: list[Entry]) -> str:
+    rejected = [entry for entry in entries if entry["rejected"]]
+    if not rejected:
+        return "holds no text; give files with text in them"
+    with (folder / f"{rejected[0]['name']}.{REJECTS}").open("rb") as file:
+        first = json.loads(file.readline())
+    place = ":".join(str(first[key]) for key in ("file", "line", "row") if key in first)
+    count = sum(entry["rejected"] for entry in rejected)
+    return f"holds no text that can be used, bad records: {count}; the first: {place}: {first['reason']}"
+
+
 def _finish(folder: Path, recipe: Recipe, units: list[Unit], places: list[int]) -> Card | tuple[int, ...]:
     """Makes the set whole if all its shards are there; else returns the parts that are not."""
     entries: list[Entry] = []
@@ -288,7 +299,7 @@ def _finish(folder: Path, recipe: Recipe, units: list[Unit], places: list[int]) 
         return tuple(sorted(missing))
     shards = [entry for entry in entries if entry["tokens"]]
     if not shards:
-        raise ConfigError(f"{recipe.source.label}: holds no text; give files with text in them")
+        raise ConfigError(f"{recipe.source.label}: {_why_empty(folder, entries)}")
     card = _card(recipe, units, entries)
     if card["rejected"]:
         with replacing(folder / REJECTS) as file:

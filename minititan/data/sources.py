@@ -190,7 +190,7 @@ def resolve_source(
     names and the file system alone. Raises ConfigError.
     """
     if dataset_path:
-        key = f"{section}.dataset_path"
+        key = path_key(section)
         return source_at((dataset_path,), key, f"{key} = {json.dumps(dataset_path)}", fault)
     key = f"{section}.dataset"
     label = f"{key} = {json.dumps(dataset)}"
@@ -199,18 +199,23 @@ def resolve_source(
         files = _stdlib_files(root, split)
         if not files:
             rule = f"this Python has no source files of its standard library in {root}"
-            raise ConfigError(fault(key, rule, f"set {section}.dataset_path to files of your own"))
+            raise ConfigError(fault(key, rule, f"set {path_key(section)} to files of your own"))
         return FileSource(label, files)
     if dataset in HUB:
         return _hub_source(label, key, HUB[dataset], fault)
     if dataset in LOCAL_ONLY:
         rule = f"is read from local files ({LOCAL_ONLY[dataset]})"
-        raise ConfigError(fault(key, rule, f"set {section}.dataset_path"))
+        raise ConfigError(fault(key, rule, f"set {path_key(section)}"))
     known = sorted(("stdlib", *HUB, *LOCAL_ONLY))
     nearest = difflib.get_close_matches(dataset, known, 1)
     hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-    way_out = f"{hint}known: {', '.join(known)}; or set {section}.dataset_path to files of your own"
+    way_out = f"{hint}known: {', '.join(known)}; or set {path_key(section)} to files of your own"
     raise ConfigError(fault(key, "unknown data set", way_out))
+
+
+def path_key(section: str) -> str:
+    """The key of a section (or `data.sources.NAME`) that names a path."""
+    return f"{section}.path" if section.startswith("data.sources.") else f"{section}.dataset_path"
 
 
 def source_at(paths: Sequence[str], key: str, label: str, fault: Fault = plain_fault) -> Source:
