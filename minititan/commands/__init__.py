@@ -1,6 +1,8 @@
 """Subcommands of `minititan` that are more than a call, and what they share."""
 
 import argparse
+import ctypes
+import sys
 from typing import NoReturn
 
 from minititan.config import ConfigError
@@ -11,6 +13,17 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"command line: {message}; {self.prog} --help tells more")
+
+
+def give_back_freed_memory() -> None:
+    """Make glibc return a large block to the system when it is freed.
+
+    By itself it keeps blocks of a size that was freed before in its heap, where tensors of several sizes
+    leave holes: importing took 0.2 GB more in every second run.
+    """
+    threshold_of_mmap = -3  # M_MMAP_THRESHOLD of malloc.h; setting it stops its growth
+    if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
+        mallopt(threshold_of_mmap, 1 << 20)
 
 
 def parser_of(prog: str, description: str) -> Parser:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from minititan.checkpoint.folder import sync_folder
 from minititan.checkpoint.tensors import StepTensors, verified
+from minititan.commands import give_back_freed_memory
 from minititan.commands.tables import print_table, size_text
 from minititan.config import ConfigError
 from minititan.hugging_face.target import could_not_be_written
@@ -68,6 +69,7 @@ def convert(step: Path, file: Path, pattern: str) -> int:
         raise ConfigError(f"{file}: is there already, and nothing is overwritten; choose another name")
     if not file.parent.is_dir():
         raise ConfigError(f"{file.parent}: no such folder; make it first")
+    give_back_freed_memory()
     saved = verified(step)
     tensors = tuple(
         Layout(key, info.shape, getattr(torch, info.dtype))

@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from minititan.commands import parser_of
+from minititan.commands import give_back_freed_memory, parser_of
 from minititan.config import ConfigError
 
 IMPORT_HELP = """\
@@ -36,6 +36,7 @@ def import_command(argv: Sequence[str]) -> int:
         raise ConfigError(f"command line: {argv[0]}: SOURCE comes first; minititan import --help tells more")
     from minititan.hugging_face.imports import import_model
 
+    give_back_freed_memory()
     begin = time.perf_counter()
     toml = import_model(Path(argv[0]).expanduser(), argv[1:], print)
     print(f"Imported {argv[0]} in {time.perf_counter() - begin:.1f} s. To train on:")
@@ -72,6 +73,7 @@ def export_command(argv: Sequence[str]) -> int:
     shard_bytes = bytes_of(given.shard_size)
     from minititan.hugging_face.exports import export_model
 
+    give_back_freed_memory()
     begin = time.perf_counter()
     export = export_model(
         given.step.expanduser(),
