@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from minititan.checkpoint.checkpointer import Checkpointer, Verified
 from minititan.checkpoint.folder import step_folder, step_folders
-from minititan.checkpoint.manifest import verify
+from minititan.checkpoint.manifest import TRAIN_STATE, verify
 from minititan.config import Config, ConfigError
 from minititan.config.error import literal
 from minititan.data import DataState, TrainLoader
@@ -92,7 +92,11 @@ class Checkpoints:
         config = self.run.config
         tensors = self.exported_tensors() if last and self.section.last_save_model_only else self.tensors()
         state = {
-            "train_state": {"tokens_seen": progress.tokens_seen, "validation_loss": validation_loss},
+            "train_state": {
+                "tokens_seen": progress.tokens_seen,
+                "validation_loss": validation_loss,
+                "data_used_up": last and progress.steps_done < config.training.steps,
+            },
             "guard": self.guard.state(),
             "dataloader": dataclasses.asdict(self.loader.state()),
             **settings_of(config),
@@ -235,6 +239,17 @@ def completed_step(run: Run) -> int | None:
     step = section.load_step
     if step < 0:
         step = max(step_folders(run.checkpoint_folder), default=0)
-    if step < run.config.training.steps or verify(step_folder(run.checkpoint_folder, step), hashes=False):
+    path = step_folder(run.checkpoint_folder, step)
+    if step < run.config.training.steps and not _ended_with_its_data(run.config, path):
         return None
-    return step
+    return None if verify(path, hashes=False) else step
+
+
+def _ended_with_its_data(config: Config, path: Path) -> bool:
+    """Whether the run that saved a step ended there because its data did, and kept nothing to go on with."""
+    if config.data.repeat or not config.checkpoint.last_save_model_only:
+        return False
+    try:
+        return json.loads((path / TRAIN_STATE).read_bytes())["train_state"]["data_used_up"] is True
+    except (OSError, ValueError, KeyError, TypeError):
+        return False

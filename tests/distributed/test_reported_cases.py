@@ -142,6 +142,9 @@ def test_data_that_is_used_once_ends_the_run(tmp_path: Path, token_cache: Path) 
         assert list(ended[layout]) == [1, 2]
         assert committed_steps(tmp_path / layout / "out" / "checkpoint") == [2]
         assert list(steps_of(train(row, tmp_path / layout, token_cache))) == [1, 2]  # nothing is left to do
+    row = row_of({"layout": "one"}).with_("model only", once | {"checkpoint.last_save_model_only": "true"})
+    for _ in range(2):  # again: it is complete, and there is nothing to go on with
+        assert list(steps_of(train(row, tmp_path / "model-only", token_cache))) == [1, 2]
     hashes = [[record["batch_sha256"] for record in steps.values()] for steps in ended.values()]
     assert hashes[0] == hashes[1]
 

@@ -95,7 +95,9 @@ def test_counting_anew_sets_the_old_steps_aside(straight, tmp_path, token_cache)
     anew = {"checkpoint__exclude_from_loading": "train_state", "checkpoint__interval": "5"}
     leg(ONE, 10, tmp_path, token_cache, **anew)
     folder = tmp_path / "out" / "checkpoint"
-    assert {path.name for path in folder.iterdir()} == {"abandoned-step-20-0", "step-5", "step-10"}
+    assert {path.name for path in folder.iterdir()} == {
+        *("abandoned-step-20-0", "step-5", "step-10", "run.lock")
+    }
     steps = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [line["samples_consumed"] for line in steps if "loss" in line] == list(range(168, 241, 8))
 
