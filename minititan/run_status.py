@@ -58,7 +58,8 @@ class RunStatus:
         """Write what the run failed of, unless another rank has: the first error is the cause of others."""
         if self._folder is not None and read_status(self._folder).get("state") != "failed":
             known = isinstance(error, ConfigError)
-            self.write("failed", str(error) if known else f"{type(error).__name__}: {error}")
+            name = "" if known else type(error).__name__
+            self.write("failed", ": ".join(filter(None, (name, str(error)))))
 
     def finished_before(
         self, folders: Mapping[str, Path], step: int, finish: Callable[[], None] = lambda: None

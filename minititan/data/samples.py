@@ -73,8 +73,7 @@ class Windows:
 
     def read(self, k: int, rows: Rows, row: int) -> None:
         begin = k * self._seq_len
-        self.tokens.read(begin, begin + self._seq_len, rows.tokens[row])
-        self.tokens.read(begin + 1, begin + self._seq_len + 1, rows.labels[row])
+        _read_pairs(self.tokens, rows, row, 0, begin, self._seq_len)
         if not self._boundaries:
             return
         starts = self.tokens.document_starts(begin + 1, begin + self._seq_len + 1) - begin
@@ -96,7 +95,8 @@ class Documents:
     def read(self, k: int, rows: Rows, row: int) -> None:
         begins, ends = self.tokens.documents(k, 1)
         pairs = max(min(int(ends[0] - begins[0]) - 1, self._seq_len), 0)
-        _read_piece(self.tokens, rows, row, 0, int(begins[0]), pairs)
+        _read_pairs(self.tokens, rows, row, 0, int(begins[0]), pairs)
+        rows.documents[row, pairs:] = 1
 
 
 class Packed:
@@ -109,18 +109,22 @@ class Packed:
         return len(self._packing)
 
     def read(self, k: int, rows: Rows, row: int) -> None:
-        at = 0
-        for begin, pairs in self._packing.pieces(k):
-            at = _read_piece(self.tokens, rows, row, at, begin, pairs)
+        at, number = 0, 0
+        for number, (begin, pairs) in enumerate(self._packing.pieces(k), start=1):
+            _read_pairs(self.tokens, rows, row, at, begin, pairs)
+            rows.documents[row, at : at + pairs] = number
+            at += pairs
+        rows.documents[row, at:] = number + 1
 
 
-def _read_piece(tokens: TokenRow, rows: Rows, row: int, at: int, begin: int, pairs: int) -> int:
-    """Writes `pairs` tokens from `begin` on, and their labels, to the row from `at` on; returns the end."""
-    end = at + pairs
-    tokens.read(begin, begin + pairs, rows.tokens[row, at:end])
-    tokens.read(begin + 1, begin + pairs + 1, rows.labels[row, at:end])
-    rows.documents[row, end:] += 1
-    return end
+def _read_pairs(tokens: TokenRow, rows: Rows, row: int, at: int, begin: int, pairs: int) -> None:
+    """Writes `pairs` tokens from `begin` on, and their labels, to the row from `at` on."""
+    if not pairs:
+        return  # a document of one token, or of none, which may lie at the very end
+    ids = np.empty(pairs + 1, dtype=np.int64)
+    tokens.read(begin, begin + pairs + 1, ids)  # once: a read costs more than the copies
+    rows.tokens[row, at : at + pairs] = ids[:-1]
+    rows.labels[row, at : at + pairs] = ids[1:]
 
 
 def build_samples(

@@ -170,8 +170,9 @@ def _model_of(
     tokenizer, model = build_tokenizer(str(assets or ""), fault), config.model
     spec, args = registry.resolve(model.name, model.flavor, model.args, tokenizer.vocab_size, fault)
     ids = tokenizer.vocab_size
-    if assets is not None and ids > (vocabulary := getattr(args, "vocab_size", ids)):
-        say(f"{assets}: has {ids} ids, more than the model's {vocabulary}: the run cannot use it as it is")
+    if ids > (vocabulary := getattr(args, "vocab_size", ids)):
+        name = assets or "the byte tokenizer"
+        say(f"{name}: has {ids} ids, more than the model's {vocabulary}: the run cannot use it as it is")
     return spec, args
 
 
