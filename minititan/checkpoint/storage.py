@@ -12,6 +12,7 @@ import os
 import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -27,6 +28,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
+from torch.serialization import get_crc32_options, set_crc32_options
 
 from minititan import faults
 from minititan.checkpoint.agreement import RanksFailedError, world_size
@@ -131,10 +133,14 @@ class _Writer(FileSystemWriter):
         return super().prepare_local_plan(plan)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        checksums = get_crc32_options()
+        set_crc32_options(False)  # a tenth of the time, for less than the SHA-256 tells
         try:
             return super().write_data(plan, planner)
         except Exception as error:
             raise self.fs.refusal or error from error
+        finally:
+            set_crc32_options(checksums)
 
     def storage_meta(self) -> StorageMeta | None:
         return None
@@ -195,8 +201,13 @@ class _Reader(FileSystemReader):
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
+        """Reads by as many threads as torch has: half of the time is the kernel's, on fresh memory."""
+        threads = torch.get_num_threads()
+        parts = [dataclasses.replace(plan, items=plan.items[i::threads]) for i in range(threads)]
         try:
-            return super().read_data(plan, planner)
+            with ThreadPoolExecutor(threads) as pool:
+                done, *_ = pool.map(lambda part: FileSystemReader.read_data(self, part, planner), parts)
+            return done
         except OSError:
             raise
         except Exception as error:  # torch's deserialiser meets damage with RuntimeError and others
