@@ -6,7 +6,6 @@ documents (`packing.py`). Number and content of a row depend on the tokens and T
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -23,25 +22,28 @@ NO_SAMPLE = -1
 Batch = dict[str, torch.Tensor]
 
 
-@dataclass(frozen=True)
 class Rows:
-    """Arrays [B, T] that samples are read into: zeros, ignored labels, and zeros to begin with."""
+    """Arrays [B, T] that samples are read into; places that none fills have no label."""
 
-    tokens: np.ndarray
-    labels: np.ndarray
-    documents: np.ndarray  # numbers the documents (or their pieces) of a row from left to right
-
-    @classmethod
-    def empty(cls, count: int, seq_len: int) -> "Rows":
+    def __init__(self, count: int, seq_len: int, document_mask: bool) -> None:
         shape = (count, seq_len)
-        labels = np.full(shape, IGNORED_LABEL, dtype=np.int64)
-        return cls(np.zeros(shape, dtype=np.int64), labels, np.zeros(shape, dtype=np.int64))
+        self.tokens = np.zeros(shape, dtype=np.int64)
+        self.labels = np.full(shape, IGNORED_LABEL, dtype=np.int64)
+        self.documents = np.zeros(shape, dtype=np.int64) if document_mask else None
+        self.positions = np.zeros(shape, dtype=np.int64) if document_mask else None
+        self._places = np.arange(seq_len)
 
-    def positions(self) -> np.ndarray:
-        """Each place's distance [B, T] from the beginning of its document's piece."""
-        places = np.arange(self.documents.shape[1])
-        begins = np.diff(self.documents, axis=1, prepend=-1) != 0
-        return places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
+    def tell_apart(self, row: int, ends: Sequence[int]) -> None:
+        """Number the pieces of documents in a row, which end at `ends`, and what follows the last; count the
+        places inside each.
+        """
+        if self.documents is None or self.positions is None:
+            return
+        begin = 0
+        for number, end in enumerate((*ends, len(self._places))):
+            self.documents[row, begin:end] = number
+            self.positions[row, begin:end] = self._places[: end - begin]
+            begin = end
 
 
 class Samples(Protocol):
@@ -77,8 +79,7 @@ class Windows:
         if not self._boundaries:
             return
         starts = self.tokens.document_starts(begin + 1, begin + self._seq_len + 1) - begin
-        rows.documents[row][starts[starts < self._seq_len]] = 1
-        np.cumsum(rows.documents[row], out=rows.documents[row])
+        rows.tell_apart(row, starts[starts < self._seq_len].tolist())
         if self._skip_first_labels:
             rows.labels[row][starts - 1] = IGNORED_LABEL
 
@@ -96,7 +97,7 @@ class Documents:
         begins, ends = self.tokens.documents(k, 1)
         pairs = max(min(int(ends[0] - begins[0]) - 1, self._seq_len), 0)
         _read_pairs(self.tokens, rows, row, 0, int(begins[0]), pairs)
-        rows.documents[row, pairs:] = 1
+        rows.tell_apart(row, [pairs])
 
 
 class Packed:
@@ -109,12 +110,11 @@ class Packed:
         return len(self._packing)
 
     def read(self, k: int, rows: Rows, row: int) -> None:
-        at, number = 0, 0
-        for number, (begin, pairs) in enumerate(self._packing.pieces(k), start=1):
-            _read_pairs(self.tokens, rows, row, at, begin, pairs)
-            rows.documents[row, at : at + pairs] = number
-            at += pairs
-        rows.documents[row, at:] = number + 1
+        ends = [0]
+        for begin, pairs in self._packing.pieces(k):
+            _read_pairs(self.tokens, rows, row, ends[-1], begin, pairs)
+            ends.append(ends[-1] + pairs)
+        rows.tell_apart(row, ends[1:])
 
 
 def _read_pairs(tokens: TokenRow, rows: Rows, row: int, at: int, begin: int, pairs: int) -> None:
@@ -160,7 +160,7 @@ class SampleRows(Dataset[Batch]):
         self._ends = np.cumsum([len(samples) for samples in sources])
 
     def __getitems__(self, numbers: list[int]) -> Batch:
-        rows = Rows.empty(len(numbers), self._seq_len)
+        rows = Rows(len(numbers), self._seq_len, self._document_mask)
         for row, number in enumerate(numbers):
             if number != NO_SAMPLE:
                 source = int(np.searchsorted(self._ends, number, side="right"))
@@ -168,5 +168,5 @@ class SampleRows(Dataset[Batch]):
                 samples.read(number - int(self._ends[source]) + len(samples), rows, row)
         batch = {"tokens": rows.tokens, "labels": rows.labels}
         if self._document_mask:
-            batch |= {"document_ids": rows.documents, "positions": rows.positions()}
+            batch |= {"document_ids": rows.documents, "positions": rows.positions}
         return {name: torch.from_numpy(array) for name, array in batch.items()}
