@@ -60,7 +60,7 @@ def _head(
     # Not by the rows that this rank has: a chunk has collectives, and must be the same on all tp ranks.
     columns = lm_head.out_features if shard is None or not shard.parallel else shard.rows
     size = max(1, CHUNK_ELEMENTS // columns)
-    return _HeadLoss.apply(  # pyright: ignore[reportReturnType]
+    return _HeadLoss.apply(
         hidden.flatten(0, 1),
         lm_head.weight,
         labels.flatten(),

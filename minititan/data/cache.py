@@ -141,7 +141,7 @@ def _prepare(job: _Job, source_key: str, say: Say) -> str:
         card = prepare(folder, job.recipe, Lines(say))
         assert isinstance(card, dict), "one part is the whole set"
         _publish(folder, final, job, say)
-    except Exception:
+    except Exception:  # not of an interrupt: the next run goes on with the shards that are finished
         shutil.rmtree(folder, ignore_errors=True)
         raise
     rejected = (

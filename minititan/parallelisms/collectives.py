@@ -98,19 +98,19 @@ def gather_sequence(x: Tensor, group: str) -> Tensor:
     """Return the whole sequence [B, T, D] of x [B, T/ranks, D]; gradients are summed over ranks and
     scattered.
     """
-    return _GatherSequence.apply(x, group)  # pyright: ignore[reportReturnType]
+    return _GatherSequence.apply(x, group)
 
 
 def reduce_scatter_sequence(x: Tensor, group: str) -> Tensor:
     """Return this rank's part [B, T/ranks, D] of the sum of x [B, T, D]; gradients are gathered."""
-    return _ReduceScatterSequence.apply(x, group)  # pyright: ignore[reportReturnType]
+    return _ReduceScatterSequence.apply(x, group)
 
 
 def copy_to_ranks(x: Tensor, group: str) -> Tensor:
     """Return x, the same on all ranks, for computations that differ; gradients are summed over ranks."""
-    return _Copy.apply(x, group)  # pyright: ignore[reportReturnType]
+    return _Copy.apply(x, group)
 
 
 def reduce_from_ranks(x: Tensor, group: str) -> Tensor:
     """Return the sum of x over ranks; the gradient, the same on all ranks, passes as it is."""
-    return _Reduce.apply(x, group)  # pyright: ignore[reportReturnType]
+    return _Reduce.apply(x, group)
