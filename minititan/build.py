@@ -36,7 +36,7 @@ def model_of(run: Run, meshes: Meshes, device: torch.device) -> Any:
         group = meshes.tp.get_group().group_name
         shard = VocabularyShard(group, rows, first, not config.parallelism.disable_loss_parallel)
     install_loss(model.lm_head, shard, config.compile.backend if compiled else None)
-    parallelize(model, run.spec.tensor_parallel_plan, meshes, config, compute_dtype(config, device))
+    parallelize(model, run.spec.plan_of(run.args), meshes, config, compute_dtype(config, device))
     materialize(model, torch.device("cpu") if config.training.enable_cpu_offload else device)
     init_parameters(
         dict(model.named_parameters()),

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from minititan.config import ConfigError
 from minititan.config.error import closest
-from minititan.models import decoder, llama3
+from minititan.models import decoder, llama3, qwen3
 from minititan.models.hugging_face import HuggingFaceForm
 
 ENTRY_POINT_GROUP = "minititan.models"
@@ -43,10 +43,14 @@ class ModelSpec:
     build: Callable[[Any], Any]  # called with the meta device as default
     init_: Callable[[str, Tensor, torch.Generator, Any], None]  # fills rows of the parameter of that name
     flops_per_token: Callable[[Any, int], int] | None = None  # (args, seq_len); None: TFLOP/s and MFU are n/a
-    tensor_parallel_plan: Mapping[str, str] | None = (
-        None  # module-name pattern -> style; None: no tensor parallelism
-    )
+    # Module-name pattern -> style, or that of the arguments; None: no tensor parallelism.
+    tensor_parallel_plan: Mapping[str, str] | Callable[[Any], Mapping[str, str]] | None = None
     hugging_face: HuggingFaceForm | None = None  # None: no import from and export to Hugging Face's form
+
+    def plan_of(self, args: Any) -> Mapping[str, str] | None:
+        """Return the tensor-parallel plan of a model with these arguments."""
+        plan = self.tensor_parallel_plan
+        return plan(args) if callable(plan) else plan
 
 
 _registry: dict[str, ModelSpec] = {}
@@ -188,7 +192,18 @@ register(
         build=decoder.Decoder,
         init_=decoder.init_parameter,
         flops_per_token=decoder.flops_per_token,
-        tensor_parallel_plan=decoder.TENSOR_PARALLEL_PLAN,
+        tensor_parallel_plan=decoder.tensor_parallel_plan,
         hugging_face=llama3.HUGGING_FACE,
+    ),
+)
+
+register(
+    "qwen3",
+    ModelSpec(
+        flavors=qwen3.FLAVORS,
+        build=decoder.Decoder,
+        init_=decoder.init_parameter,
+        flops_per_token=decoder.flops_per_token,
+        tensor_parallel_plan=decoder.tensor_parallel_plan,
     ),
 )

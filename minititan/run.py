@@ -1,7 +1,7 @@
 """What is known of a run before any process group or file exists, and the check that finds it."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,8 +73,9 @@ def check_model(config: Config, spec: registry.ModelSpec, args: Any) -> nn.Modul
     with torch.device("meta"):
         model = spec.build(args)
     faults = [config.fault("model.name", rule) for rule in registry.model_faults(model)]
-    if config.parallelism.tensor_parallel_degree > 1 and spec.tensor_parallel_plan is not None:
-        rules = plan_faults(model, spec.tensor_parallel_plan)
+    plan = spec.plan_of(args)
+    if config.parallelism.tensor_parallel_degree > 1 and plan is not None:
+        rules = plan_faults(model, plan)
         way_out = f"mend the plan of the model {config.model.name}, or use 1"
         faults += [config.fault("parallelism.tensor_parallel_degree", rule, way_out) for rule in rules]
     if faults:
@@ -94,10 +95,10 @@ def rule_settings(config: Config) -> dict[str, Any]:
     }
 
 
-def check_shards(config: Config, spec: registry.ModelSpec, model: nn.Module, layout: Layout) -> None:
+def check_shards(config: Config, plan: Mapping[str, str] | None, model: nn.Module, layout: Layout) -> None:
     """Raise ConfigError where parameters cannot be sharded as the layout has it."""
-    if layout.tp > 1 and spec.tensor_parallel_plan is not None:
-        rules = uneven_faults(model, spec.tensor_parallel_plan, layout.tp, layout.dp_shard)
+    if layout.tp > 1 and plan is not None:
+        rules = uneven_faults(model, plan, layout.tp, layout.dp_shard)
         way_out = f"choose sizes that {layout.tp} divides, or another degree"
         key = "parallelism.tensor_parallel_degree"
         if rules:
@@ -199,7 +200,7 @@ def check(config: Config, world_size: int) -> Run:
             tensor_parallel_plan=spec.tensor_parallel_plan is not None,
             vocab_size=tokenizer.vocab_size,
         )
-        check_shards(config, spec, built, layout)
+        check_shards(config, spec.plan_of(args), built, layout)
     for name in ("training", "validation") if config.validation.enable else ("training",):
         for key, dataset, path in sources_of(config, name).values():
             with collected(faults):

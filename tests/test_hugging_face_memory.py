@@ -38,7 +38,8 @@ def peak_bytes(*words: object) -> int:
 
 def write_llama(folder: Path, layers: int) -> int:
     """Write a Llama of that many layers as one file; return its size."""
-    from minititan.models.decoder import Decoder, DecoderArgs
+    from minititan.models.arguments import DecoderArgs
+    from minititan.models.decoder import Decoder
 
     with torch.device("meta"):
         model = Decoder(DecoderArgs(**FIELDS, num_key_value_heads=8, num_hidden_layers=layers))

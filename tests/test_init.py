@@ -11,7 +11,8 @@ from minititan import init
 from minititan.build import model_of
 from minititan.config import Config
 from minititan.init import init_parameters, materialize
-from minititan.models.decoder import Decoder, DecoderArgs, init_parameter
+from minititan.models.arguments import DecoderArgs
+from minititan.models.decoder import Decoder, init_parameter
 from minititan.parallelisms import build_meshes
 from minititan.run import check
 from tests.distributed.harness import run_ranks

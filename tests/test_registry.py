@@ -15,7 +15,8 @@ from torch import nn
 
 from minititan import registry
 from minititan.config import Config, ConfigError, load
-from minititan.models.decoder import Decoder, DecoderArgs
+from minititan.models.arguments import DecoderArgs
+from minititan.models.decoder import Decoder
 from minititan.models.rotary import RopeScaling
 from minititan.parallelisms.tensor_parallel import STYLES
 from minititan.run import check

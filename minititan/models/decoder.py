@@ -7,87 +7,36 @@ batch never exist.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
-from minititan.models.attention import Attention
-from minititan.models.feed_forward import FeedForward
-from minititan.models.masks import Mask, document_mask
-from minititan.models.rotary import RopeScaling, inverse_frequencies, rotary_tables
-
-# Module-name pattern -> style of `parallelisms/tensor_parallel.py`.
-TENSOR_PARALLEL_PLAN = {
-    "embed_tokens": "embedding",
-    "layers.*.input_layernorm": "norm",
-    "layers.*.self_attn.q_proj": "column",
-    "layers.*.self_attn.k_proj": "column",
-    "layers.*.self_attn.v_proj": "column",
-    "layers.*.self_attn.o_proj": "row",
-    "layers.*.post_attention_layernorm": "norm",
-    "layers.*.mlp.gate_proj": "column",
-    "layers.*.mlp.up_proj": "column",
-    "layers.*.mlp.down_proj": "row",
-    "norm": "norm",
-    "lm_head": "head",
-}
-
-
-SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
-
-
-@dataclass(frozen=True)
-class DecoderArgs:
-    """The shape of a decoder; a run overrides any field in `[model.args]`."""
-
-    hidden_size: int = 256  # D
-    num_hidden_layers: int = 4
-    num_attention_heads: int = 8  # H
-    num_key_value_heads: int = 4  # K; divides H
-    head_dim: int | None = None  # C; None: hidden_size / num_attention_heads
-    intermediate_size: int = 768  # F
-    vocab_size: int | None = None  # V; None: the tokenizer's size
-    max_position_embeddings: int = 8192  # longest sequence the positions are meant for
-    rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling | None = None
-    rms_norm_eps: float = 1e-5
-    tie_word_embeddings: bool = False  # the head is the embedding
-    initializer_range: float = 0.02  # standard deviation of the initial weights
-
-    def __post_init__(self) -> None:
-        for name in SIZES:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} ({value}) must be at least 1")
-        if self.num_attention_heads % self.num_key_value_heads:
-            kv_heads = f"num_key_value_heads ({self.num_key_value_heads})"
-            raise ValueError(
-                f"num_attention_heads ({self.num_attention_heads}) must be a multiple of {kv_heads}"
-            )
-        if self.channels < 2 or self.channels % 2:
-            raise ValueError(f"the width of a head ({self.channels}) must be even, for rotary positions")
-
-    @property
-    def channels(self) -> int:
-        """The width C of one head."""
-        return self.head_dim or self.hidden_size // self.num_attention_heads
+from minititan.models.arguments import DecoderArgs
+from minititan.models.attention import KeyValueCache
+from minititan.models.masks import Mask, cached_mask, document_mask
+from minititan.models.moe import Routing, RoutingRecord
+from minititan.models.rotary import inverse_frequencies, rotary_tables
 
 
 class DecoderBlock(nn.Module):
     """Pre-norm attention and feed-forward, each added to the residual stream [B, T, D]."""
 
-    def __init__(self, args: DecoderArgs) -> None:
+    def __init__(self, args: DecoderArgs, layer: int) -> None:
         super().__init__()
         width = args.hidden_size
         self.input_layernorm = nn.RMSNorm(width, eps=args.rms_norm_eps)
-        self.self_attn = Attention(width, args.num_attention_heads, args.num_key_value_heads, args.channels)
+        self.self_attn = args.attention(layer)
         self.post_attention_layernorm = nn.RMSNorm(width, eps=args.rms_norm_eps)
-        self.mlp = FeedForward(width, args.intermediate_size)
+        self.mlp = args.feed_forward(layer)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask, cache: KeyValueCache | None = None
+    ) -> tuple[Tensor, Routing | None]:
+        """Return the stream after the block and, of a mixture of experts, what the router did."""
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask, cache)
+        out, routing = self.mlp(self.post_attention_layernorm(x))
+        return x + out, routing
 
 
 class Decoder(nn.Module):
@@ -97,43 +46,76 @@ class Decoder(nn.Module):
         super().__init__()
         assert args.vocab_size is not None, "the vocabulary size is resolved before a model is built"
         self.embed_tokens = nn.Embedding(args.vocab_size, args.hidden_size)
-        self.layers = nn.ModuleDict({str(i): DecoderBlock(args) for i in range(args.num_hidden_layers)})
+        self.layers = nn.ModuleDict({str(i): DecoderBlock(args, i) for i in range(args.num_hidden_layers)})
         self.norm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
         self.lm_head = nn.Linear(args.hidden_size, args.vocab_size, bias=False)
         if args.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         self.args = args
+        self.routing = RoutingRecord()
 
     def forward(
-        self, tokens: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        caches: Mapping[str, KeyValueCache] | None = None,
     ) -> Tensor:
         """Return hidden states [B, T, D].
 
         positions [T] or [B, T] (default 0..T-1); document_ids [B, T]: attention stays inside runs of equal
-        ids.
+        ids. `caches`, by the name of the layer, have the tokens before these, one sequence; then positions
+        [T] are needed.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.embed_tokens(tokens) if self.embed_tokens is not None else tokens
         args = self.args
-        frequencies = inverse_frequencies(args.channels, args.rope_theta, args.rope_scaling, positions.device)
+        frequencies = inverse_frequencies(
+            args.rotary_channels, args.rope_theta, args.rope_scaling, positions.device
+        )
         cos, sin = rotary_tables(positions, frequencies, x.dtype)
         mask = None if document_ids is None else document_mask(document_ids, args.channels, x.dtype)
-        for layer in self.layers.values():
-            x = layer(x, cos, sin, mask)
+        if caches is not None:
+            mask = cached_mask(positions, tokens.shape[1] + next(iter(caches.values())).length)
+        for name, layer in self.layers.items():
+            x, routing = layer(x, cos, sin, mask, None if caches is None else caches[name])
+            if routing is not None and self.training:
+                x = self.routing.add(name, routing, x)
         return self.norm(x) if self.norm is not None else x
 
 
+def tensor_parallel_plan(args: DecoderArgs) -> dict[str, str]:
+    """Return module-name pattern -> style of `parallelisms/tensor_parallel.py`."""
+    return {
+        "embed_tokens": "embedding",
+        "layers.*.input_layernorm": "norm",
+        "layers.*.self_attn.[qkv]_proj": "column",
+        "layers.*.self_attn.[qk]_norm": "replicated",
+        "layers.*.self_attn.o_proj": "row",
+        "layers.*.post_attention_layernorm": "norm",
+        "layers.*.mlp.gate_proj": "column",
+        "layers.*.mlp.up_proj": "column",
+        "layers.*.mlp.down_proj": "row",
+        "norm": "norm",
+        "lm_head": "head",
+    }
+
+
 def init_parameter(name: str, tensor: Tensor, generator: torch.Generator, args: DecoderArgs) -> None:
-    """Fill rows of the parameter `name`: norms with one, the rest normal, cut at three standard deviations.
+    """Fill rows of the parameter `name`: norms with one, biases with zero, the rest normal, cut at three
+    standard deviations.
 
     What is added to the residual stream is scaled down by the depth of its layer, std / sqrt(2 (layer + 1)).
     """
-    if tensor.ndim == 1:
+    if name.endswith("norm.weight"):
         tensor.fill_(1.0)
         return
+    if name.endswith("bias"):
+        tensor.zero_()
+        return
     std = args.initializer_range
-    if name.endswith(("o_proj.weight", "down_proj.weight")):
+    if name.removesuffix(".weight").endswith(("o_proj", "down_proj")):
         std /= math.sqrt(2 * (int(name.split(".")[1]) + 1))
     nn.init.trunc_normal_(tensor, std=std, a=-3 * std, b=3 * std, generator=generator)
 

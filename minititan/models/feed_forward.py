@@ -13,7 +13,7 @@ class FeedForward(nn.Module):
         self.up_proj = nn.Linear(width, hidden, bias=False)
         self.down_proj = nn.Linear(hidden, width, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(
-            F.silu(self.gate_proj(x)) * self.up_proj(x)
-        )  # [B, T, D] -> [B, T, F] -> [B, T, D]
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """Return the output, and that no router did anything."""
+        # [B, T, D] -> [B, T, F] -> [B, T, D]
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)), None

@@ -4,7 +4,7 @@ Numbers of 1B: config.json of Llama 3.2 1B; of 8B, 70B, 405B: config.json of Lla
 ours and take the tokenizer's vocabulary.
 """
 
-from minititan.models.decoder import DecoderArgs
+from minititan.models.arguments import DecoderArgs
 from minititan.models.hugging_face import Field, HuggingFaceForm, SameAs
 from minititan.models.rotary import RopeScaling
 

@@ -21,6 +21,11 @@ def document_mask(document_ids: Tensor, head_dim: int, dtype: torch.dtype) -> Ma
     return same.tril()  # [B, 1, T, T], True where attention is allowed
 
 
+def cached_mask(positions: Tensor, keys: int) -> Tensor:
+    """Return the causal mask [T, keys] of tokens at `positions` [T] to those at 0..keys-1."""
+    return torch.arange(keys, device=positions.device) <= positions[:, None]
+
+
 def block_mask(document_ids: Tensor) -> Any:
     """Return the same mask as FlexAttention takes it."""
     B, T = document_ids.shape

@@ -3,43 +3,47 @@
 `draws` has one random number for each forward in training, as a model would draw it.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minititan.models import decoder
+from minititan.models.arguments import DecoderArgs
+from minititan.models.attention import KeyValueCache
 from minititan.registry import ModelSpec, register
 
 draws: list[float] = []
 
 
 class Block(decoder.DecoderBlock):
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: KeyValueCache | None = None
+    ) -> tuple[Tensor, None]:
         branch = self.self_attn(self.input_layernorm(x), cos, sin, mask)
         x = x + F.dropout(branch, 0.2, self.training)
-        return x + F.dropout(self.mlp(self.post_attention_layernorm(x)), 0.2, self.training)
+        return x + F.dropout(self.mlp(self.post_attention_layernorm(x))[0], 0.2, self.training), None
 
 
 class Model(decoder.Decoder):
-    def __init__(self, args: decoder.DecoderArgs) -> None:
+    def __init__(self, args: DecoderArgs) -> None:
         super().__init__(args)
-        self.layers = nn.ModuleDict({str(i): Block(args) for i in range(args.num_hidden_layers)})
+        self.layers = nn.ModuleDict({str(i): Block(args, i) for i in range(args.num_hidden_layers)})
 
-    def forward(
-        self, tokens: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, *inputs: Any, **named: Any) -> Tensor:
         if self.training:
             draws.append(torch.rand(()).item())
-        return super().forward(tokens, positions, document_ids)
+        return super().forward(*inputs, **named)
 
 
 register(
     "dropout",
     ModelSpec(
-        flavors={"small": decoder.DecoderArgs(64, 2, 8, 4, intermediate_size=96)},
+        flavors={"small": DecoderArgs(64, 2, 8, 4, intermediate_size=96)},
         build=Model,
         init_=decoder.init_parameter,
         flops_per_token=decoder.flops_per_token,
-        tensor_parallel_plan=decoder.TENSOR_PARALLEL_PLAN,
+        tensor_parallel_plan=decoder.tensor_parallel_plan,
     ),
 )

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from minititan.models.decoder import TENSOR_PARALLEL_PLAN, Decoder, DecoderArgs, DecoderBlock, init_parameter
+from minititan.models.arguments import DecoderArgs
+from minititan.models.decoder import Decoder, DecoderBlock, init_parameter, tensor_parallel_plan
 from minititan.registry import ModelSpec, register
 
 
@@ -19,8 +20,8 @@ class Args(DecoderArgs):
 class UnusedParts(DecoderBlock):
     """A block with a projection and a norm that its forward leaves out."""
 
-    def __init__(self, args: DecoderArgs) -> None:
-        super().__init__(args)
+    def __init__(self, args: DecoderArgs, layer: int) -> None:
+        super().__init__(args, layer)
         self.unused_proj = nn.Linear(args.hidden_size, args.hidden_size, bias=False)
         self.unused_norm = nn.RMSNorm(args.hidden_size)
 
@@ -28,7 +29,7 @@ class UnusedParts(DecoderBlock):
 class PartlyTrained(Decoder):
     def __init__(self, args: Args) -> None:
         super().__init__(args)
-        self.layers["1"] = UnusedParts(args)
+        self.layers["1"] = UnusedParts(args, 1)
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(not name.endswith(args.frozen or ("no parameter",)))
 
@@ -51,7 +52,8 @@ register(
         },
         build=PartlyTrained,
         init_=init_,
-        tensor_parallel_plan=TENSOR_PARALLEL_PLAN
-        | {"layers.*.unused_proj": "column", "layers.*.unused_norm": "norm"},
+        tensor_parallel_plan=lambda args: (
+            tensor_parallel_plan(args) | {"layers.*.unused_proj": "column", "layers.*.unused_norm": "norm"}
+        ),
     ),
 )

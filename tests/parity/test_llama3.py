@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from minititan.init import init_parameters
-from minititan.models.decoder import Decoder, DecoderArgs, init_parameter
+from minititan.models.arguments import DecoderArgs
+from minititan.models.decoder import Decoder, init_parameter
 from minititan.models.rotary import RopeScaling
 
 with warnings.catch_warnings():
