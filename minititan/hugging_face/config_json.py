@@ -23,7 +23,7 @@ def arguments_of(
     check_not_quantised(config, where)
     if config.get("model_type") != form.model_type:
         found = json.dumps(config.get("model_type"))
-        raise ConfigError(f'{where}: model_type = {found}: must be "{form.model_type}" for this family')
+        raise ConfigError(f'{where}: model_type = {found}: must be "{form.model_type}" for this model')
     faults = [
         f"{where}: {key} = {json.dumps(config[key])}: the model can only do {json.dumps(value)}"
         for key, value in form.fixed.items()
@@ -34,7 +34,7 @@ def arguments_of(
         theta, scaling, rope_faults = _rotary(config, form.rope_types)
         flat |= {"rope_theta": theta, "rope_scaling": scaling}
         faults += [f"{where}: {fault}" for fault in rope_faults]
-    values = {field.argument: _value(field, flat) for field in form.fields}
+    values = {**form.arguments, **{field.argument: _value(field, flat) for field in form.fields}}
     lacking = [field.key for field in form.fields if values[field.argument] is REQUIRED]
     if lacking:
         faults.append(f"{where}: lacks {', '.join(lacking)}; fetch it again")

@@ -158,10 +158,11 @@ def _family(step: Path, model: Mapping[str, Any]) -> tuple[Any, Any]:
         return fault_line(where, key, model.get("name") if key == "model.name" else None, rule, way_out)
 
     spec, args = registry.restored(str(model.get("name")), model.get("args") or {}, fault)
-    if spec.hugging_face is None:
-        rule = "this family has no form of Hugging Face"
+    form = spec.form_of(args)
+    if form is None:
+        rule = "this family has no form of Hugging Face for this model"
         raise ConfigError(fault_line(where, "model.name", model["name"], rule, "give its ModelSpec one"))
-    return spec.hugging_face, args
+    return form, args
 
 
 def kept_assets(step: Path) -> Path | None:
