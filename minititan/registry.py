@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from minititan.config import ConfigError
 from minititan.config.error import closest
-from minititan.models import counts, decoder, llama3, minimind, mixtral, qwen2, qwen3
+from minititan.models import counts, decoder, deepseek_v3, gpt_oss, llama3, minimind, mixtral, qwen2, qwen3
 from minititan.models.hugging_face import HuggingFaceForm
 from minititan.models.rotary import ROPE_TYPES
 
@@ -198,6 +198,8 @@ _FAMILIES = {
     "qwen2": (qwen2.FLAVORS, (qwen2.HUGGING_FACE,)),
     "qwen3": (qwen3.FLAVORS, qwen3.HUGGING_FACE),
     "mixtral": (mixtral.FLAVORS, (mixtral.HUGGING_FACE,)),
+    "deepseek_v3": (deepseek_v3.FLAVORS, deepseek_v3.HUGGING_FACE),
+    "gpt_oss": (gpt_oss.FLAVORS, (gpt_oss.HUGGING_FACE,)),
     "minimind": (minimind.FLAVORS, minimind.HUGGING_FACE),
 }
 for _name, (_flavors, _forms) in _FAMILIES.items():

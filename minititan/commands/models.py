@@ -16,7 +16,7 @@ from minititan.data import build_tokenizer
 
 _HELP = """\
 Lists the model families and their flavors: parameters, those that a token goes through (of a mixture of
-experts), and floating-point operations of forward and backward for a token. docs/models.md has the formula."""
+experts), floating-point operations of forward and backward for a token. docs/models.md has the formula."""
 
 
 def models_command(argv: Sequence[str]) -> int:

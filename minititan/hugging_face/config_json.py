@@ -55,7 +55,7 @@ def check_not_quantised(config: Mapping[str, Any], where: Path | str) -> None:
 
 def _value(field: Field, config: Mapping[str, Any]) -> Any:
     value = config.get(field.key)
-    if value is not None:
+    if value is not None or (field.null and field.key in config):
         return value
     if isinstance(field.default, SameAs):
         found = config.get(field.default.name)
@@ -105,6 +105,7 @@ def config_of(
 
     A new one is in the form of transformers 4, which 5 reads too.
     """
+    arguments = json.loads(json.dumps(arguments))  # tuples as lists
     if imported is not None and imported.get("model_type") == form.model_type:
         config, known = dict(imported), arguments_of(imported, form)
     else:
@@ -117,18 +118,18 @@ def config_of(
     ]
     for field in changed:
         if field.key not in _ROPE:
-            _set(config, field.key, arguments[field.argument])
+            _set(config, field, arguments[field.argument])
     if _ROPE & {field.key for field in changed}:
         _set_rotary(config, form, {field.key: arguments[field.argument] for field in form.fields})
     config["dtype" if "dtype" in config else "torch_dtype"] = dtype
     return config
 
 
-def _set(config: dict[str, Any], key: str, value: Any) -> None:
-    if value is None:
-        config.pop(key, None)
+def _set(config: dict[str, Any], field: Field, value: Any) -> None:
+    if value is None and not field.null:
+        config.pop(field.key, None)
     else:
-        config[key] = value
+        config[field.key] = value
 
 
 def _set_rotary(config: dict[str, Any], form: HuggingFaceForm, values: Mapping[str, Any]) -> None:

@@ -124,7 +124,7 @@ def _described(where: Path, imported: Mapping[str, Any], given: Table) -> Table:
         rule = "has no form of Hugging Face"
         raise ConfigError(fault_line(WHERE, "model.name", name, rule, f"there are: {', '.join(forms)}"))
     values = arguments_of(imported, of_kind.get(name, forms[name][0]), where)
-    args = {f"model.args.{key}": value for key, value in values.items() if value is not None}
+    args = {f"model.args.{key}": _set_ones(value) for key, value in values.items() if value is not None}
     flavor = _nearest_flavor(name, values, where)
     return {"model.name": name, "model.flavor": flavor} | args
 
@@ -134,12 +134,27 @@ def _nearest_flavor(family: str, values: Mapping[str, Any], where: Path) -> str:
 
     spec = registry.families()[family]
     flavors = {name: asdict(args) for name, args in spec.flavors.items()}
-    unset = {key for key, value in values.items() if value is None}
-    fitting = [name for name, own in flavors.items() if all(own[key] is None for key in unset)]
+    unset = [key for key, value in values.items() if value is None]
+    tables = {key: value for key, value in values.items() if isinstance(value, Mapping)}
+
+    def fits(own: Mapping[str, Any]) -> bool:
+        parts = [(own[key] or {}, value) for key, value in tables.items()]
+        return all(own[key] is None for key in unset) and all(
+            name in value and (value[name] is not None or kept is None)
+            for table, value in parts
+            for name, kept in table.items()
+        )
+
+    fitting = [name for name, own in flavors.items() if fits(own)]
     if not fitting:
-        rule = f"no flavor of {family} has none of {', '.join(sorted(unset))}"
-        raise ConfigError(f"{where}: {rule}; register one that has")
+        rule = f"no flavor of {family} leaves {', '.join(unset)} unset"
+        raise ConfigError(f"{where}: {rule}, and TOML cannot; register one that does")
     return min(fitting, key=lambda name: sum(flavors[name][key] != value for key, value in values.items()))
+
+
+def _set_ones(value: Any) -> Any:
+    """A table without what is None in it."""
+    return {k: v for k, v in value.items() if v is not None} if isinstance(value, Mapping) else value
 
 
 def _assets(source: Path, given: Table) -> Path | None:

@@ -1,11 +1,13 @@
 """The gpt-oss family (model card of gpt-oss-120b and gpt-oss-20b): attention with sinks, full and within a
-window by turns; experts with biases and a clamped SwiGLU.
+window by turns; experts with biases and a clamped SwiGLU. Numbers: config.json of both.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
 from minititan.models.arguments import MoEArgs
+from minititan.models.hugging_face import SOFTMAX_ROUTER, Field, HuggingFaceForm, decoder_fields
+from minititan.models.rotary import ROPE_TYPES, YarnScaling
 
 
 @dataclass(frozen=True)
@@ -33,3 +35,63 @@ class GptOssArgs(MoEArgs):
     def window(self, layer: int) -> int | None:
         sliding = layer % 2 == 0 if self.layer_types is None else self.layer_types[layer][0] == "s"
         return self.sliding_window if sliding else None
+
+
+def _published(layers: int, experts: int) -> GptOssArgs:
+    return GptOssArgs(
+        hidden_size=2880,
+        num_hidden_layers=layers,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=64,
+        vocab_size=201_088,
+        max_position_embeddings=131_072,
+        rope_scaling=YarnScaling(factor=32.0, truncate=False),
+        num_experts=experts,
+        num_experts_per_tok=4,
+        moe_intermediate_size=2880,
+        router_aux_loss_coef=0.001,
+    )
+
+
+FLAVORS = {
+    "debugmodel": GptOssArgs(
+        128,
+        4,
+        8,
+        4,
+        sliding_window=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=128,
+        router_aux_loss_coef=0.001,
+    ),
+    "20b": _published(24, 32),
+    "120b": _published(36, 128),
+}
+
+_FIELDS = decoder_fields(max_position_embeddings=131_072, rope_theta=150_000.0, rms_norm_eps=1e-5)
+
+HUGGING_FACE = HuggingFaceForm(
+    model_type="gpt_oss",
+    architecture="GptOssForCausalLM",
+    fields=(
+        *(field for field in _FIELDS if field.argument != "intermediate_size"),
+        Field("moe_intermediate_size", name="intermediate_size"),
+        Field("num_experts", 128, "num_local_experts"),
+        Field("num_experts_per_tok", 4),
+        Field("router_aux_loss_coef", 0.001),
+        Field("sliding_window", 128),
+        Field("layer_types", None),
+        Field("swiglu_alpha", 1.702),
+        Field("swiglu_limit", 7.0),
+    ),
+    arguments={"attention_bias": True, "qk_norm": False, "norm_topk_prob": True, **SOFTMAX_ROUTER},
+    tensors={
+        "lm_head.*": "lm_head.*",
+        "layers.*.mlp.gate.*": "model.layers.*.mlp.router.*",
+        "*": "model.*",
+    },
+    fixed={"hidden_act": "silu", "attention_bias": True, "attention_dropout": 0.0},
+    rope_types=ROPE_TYPES,
+)

@@ -25,6 +25,7 @@ class Field:
     argument: str
     default: Any = REQUIRED  # what `transformers` takes where config.json lacks the field
     name: str = ""  # in config.json; "": as in the arguments
+    null: bool = False  # a null in config.json is a value, None, and not the default
 
     @property
     def key(self) -> str:

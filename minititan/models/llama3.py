@@ -6,7 +6,7 @@ small flavors are ours and take the tokenizer's vocabulary.
 
 from minititan.models.arguments import DecoderArgs
 from minititan.models.hugging_face import HuggingFaceForm, SameAs, decoder_fields
-from minititan.models.rotary import RopeScaling
+from minititan.models.rotary import ROPE_TYPES, RopeScaling
 
 
 def _published(
@@ -59,8 +59,8 @@ HUGGING_FACE = HuggingFaceForm(
     architecture="LlamaForCausalLM",
     fields=decoder_fields(num_key_value_heads=SameAs("num_attention_heads"), max_position_embeddings=2048),
     arguments={"attention_bias": False, "qk_norm": False},
+    rope_types=ROPE_TYPES,
     tensors={"lm_head.*": "lm_head.*", "*": "model.*"},
     fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0},
-    rope_types={"llama3": RopeScaling},
     ignored=("model.layers.*.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"),
 )

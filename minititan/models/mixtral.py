@@ -5,6 +5,7 @@ Numbers: config.json of Mixtral 8x7B v0.1 and 8x22B v0.1.
 
 from minititan.models.arguments import MoEArgs
 from minititan.models.hugging_face import SOFTMAX_ROUTER, Field, HuggingFaceForm, decoder_fields
+from minititan.models.rotary import ROPE_TYPES
 
 
 def _published(width: int, layers: int, heads: int, hidden: int, context: int, aux_loss: float) -> MoEArgs:
@@ -44,6 +45,7 @@ HUGGING_FACE = HuggingFaceForm(
         Field("router_aux_loss_coef", 0.001),
     ),
     arguments={"attention_bias": False, "qk_norm": False, "norm_topk_prob": True, **SOFTMAX_ROUTER},
+    rope_types=ROPE_TYPES,
     tensors={
         "lm_head.*": "lm_head.*",
         "layers.*.mlp.experts.gate_proj": f"{_EXPERT}.w1.weight",

@@ -5,6 +5,7 @@ Numbers of 0.5B to 7B and 72B: config.json of Qwen2; of 3B, 14B and 32B, which Q
 
 from minititan.models.arguments import DecoderArgs
 from minititan.models.hugging_face import HuggingFaceForm, decoder_fields
+from minititan.models.rotary import ROPE_TYPES
 
 
 def _published(
@@ -41,6 +42,7 @@ HUGGING_FACE = HuggingFaceForm(
     architecture="Qwen2ForCausalLM",
     fields=decoder_fields(num_key_value_heads=32, max_position_embeddings=32_768),
     arguments={"attention_bias": True, "qk_norm": False},
+    rope_types=ROPE_TYPES,
     tensors={"lm_head.*": "lm_head.*", "*": "model.*"},
     fixed={"hidden_act": "silu", "attention_dropout": 0.0, "use_sliding_window": False},
 )

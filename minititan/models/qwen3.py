@@ -8,6 +8,7 @@ from typing import Any
 
 from minititan.models.arguments import MoEArgs
 from minititan.models.hugging_face import SOFTMAX_ROUTER, Field, HuggingFaceForm, decoder_fields
+from minititan.models.rotary import ROPE_TYPES
 
 
 def _published(
@@ -68,6 +69,7 @@ DENSE = HuggingFaceForm(
     architecture="Qwen3ForCausalLM",
     fields=decoder_fields(num_key_value_heads=32, head_dim=128, max_position_embeddings=32_768),
     arguments={**_ARGUMENTS, "num_experts": 0},
+    rope_types=ROPE_TYPES,
     tensors={"lm_head.*": "lm_head.*", "*": "model.*"},
     fixed=_FIXED,
 )
@@ -84,6 +86,7 @@ SPARSE = HuggingFaceForm(
         Field("router_aux_loss_coef", 0.001),
     ),
     arguments={**_ARGUMENTS, **SOFTMAX_ROUTER},
+    rope_types=ROPE_TYPES,
     tensors={
         "lm_head.*": "lm_head.*",
         "layers.*.mlp.experts.*": "model.layers.*.mlp.experts.#.*.weight",
