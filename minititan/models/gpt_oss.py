@@ -7,6 +7,7 @@ from typing import Literal
 
 from minititan.models.arguments import MoEArgs
 from minititan.models.hugging_face import SOFTMAX_ROUTER, Field, HuggingFaceForm, decoder_fields
+from minititan.models.moe import ClampedExperts, Experts
 from minititan.models.rotary import ROPE_TYPES, YarnScaling
 
 
@@ -16,6 +17,7 @@ class GptOssArgs(MoEArgs):
 
     rope_theta: float = 150_000.0
     attention_bias: bool = True  # of all four projections
+    router_bias: bool = True
     sliding_window: int = 128  # tokens, its own included, that a token of a sliding layer sees
     # None: sliding and full by turns, the first sliding.
     layer_types: tuple[Literal["sliding_attention", "full_attention"], ...] | None = None
@@ -35,6 +37,10 @@ class GptOssArgs(MoEArgs):
     def window(self, layer: int) -> int | None:
         sliding = layer % 2 == 0 if self.layer_types is None else self.layer_types[layer][0] == "s"
         return self.sliding_window if sliding else None
+
+    def experts(self, layer: int) -> Experts:
+        sizes = self.num_experts, self.hidden_size, self.moe_intermediate_size
+        return ClampedExperts(*sizes, self.swiglu_alpha, self.swiglu_limit)
 
 
 def _published(layers: int, experts: int) -> GptOssArgs:
@@ -86,7 +92,13 @@ HUGGING_FACE = HuggingFaceForm(
         Field("swiglu_alpha", 1.702),
         Field("swiglu_limit", 7.0),
     ),
-    arguments={"attention_bias": True, "qk_norm": False, "norm_topk_prob": True, **SOFTMAX_ROUTER},
+    arguments={
+        **SOFTMAX_ROUTER,
+        "router_bias": True,
+        "norm_topk_prob": True,
+        "attention_bias": True,
+        "qk_norm": False,
+    },
     tensors={
         "lm_head.*": "lm_head.*",
         "layers.*.mlp.gate.*": "model.layers.*.mlp.router.*",

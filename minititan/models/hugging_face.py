@@ -62,6 +62,7 @@ SOFTMAX_ROUTER = {
     "routed_scaling_factor": 1.0,
     "n_group": 1,
     "topk_group": 1,
+    "router_bias": False,
     "score_correction": False,
 }
 
