@@ -54,7 +54,7 @@ def check_not_quantised(config: Mapping[str, Any], where: Path | str) -> None:
 
 
 def _value(field: Field, config: Mapping[str, Any]) -> Any:
-    value = config.get(field.key)
+    value = config.get(field.key_in(config))
     if value is not None or (field.null and field.key in config):
         return value
     if isinstance(field.default, SameAs):
@@ -118,18 +118,21 @@ def config_of(
     ]
     for field in changed:
         if field.key not in _ROPE:
-            _set(config, field, arguments[field.argument])
+            _set(config, field, arguments)
     if _ROPE & {field.key for field in changed}:
         _set_rotary(config, form, {field.key: arguments[field.argument] for field in form.fields})
     config["dtype" if "dtype" in config else "torch_dtype"] = dtype
     return config
 
 
-def _set(config: dict[str, Any], field: Field, value: Any) -> None:
+def _set(config: dict[str, Any], field: Field, arguments: Mapping[str, Any]) -> None:
+    value = arguments[field.argument]
+    if value is None and field.stands_for is not None:
+        value = field.stands_for(arguments)
     if value is None and not field.null:
-        config.pop(field.key, None)
+        config.pop(field.key_in(config), None)
     else:
-        config[field.key] = value
+        config[field.key_in(config)] = value
 
 
 def _set_rotary(config: dict[str, Any], form: HuggingFaceForm, values: Mapping[str, Any]) -> None:

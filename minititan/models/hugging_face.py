@@ -4,7 +4,7 @@ A family adds a table; reading and writing are in `minititan/hugging_face/`.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,11 +25,18 @@ class Field:
     argument: str
     default: Any = REQUIRED  # what `transformers` takes where config.json lacks the field
     name: str = ""  # in config.json; "": as in the arguments
+    other_name: str = ""  # that some writers give it
     null: bool = False  # a null in config.json is a value, None, and not the default
+    # What an argument of None stands for, where config.json has to say it; made from all arguments.
+    stands_for: Callable[[Mapping[str, Any]], Any] | None = None
 
     @property
     def key(self) -> str:
         return self.name or self.argument
+
+    def key_in(self, config: Mapping[str, Any]) -> str:
+        """Return the name that a `config.json` has for the field."""
+        return self.other_name if self.key not in config and self.other_name in config else self.key
 
 
 _COMMON = {
@@ -51,7 +58,10 @@ _COMMON = {
 
 def decoder_fields(**defaults: Any) -> tuple[Field, ...]:
     """Return the fields of every decoder, with the defaults of a family where they are others."""
-    return tuple(Field(name, default) for name, default in (_COMMON | defaults).items())
+    kinds = {"head_dim": lambda args: args["hidden_size"] // args["num_attention_heads"]}
+    return tuple(
+        Field(name, default, stands_for=kinds.get(name)) for name, default in (_COMMON | defaults).items()
+    )
 
 
 # As `HuggingFaceForm.arguments` of families whose router is the softmax alone.

@@ -79,7 +79,7 @@ SPARSE = HuggingFaceForm(
     architecture="Qwen3MoeForCausalLM",
     fields=(
         *decoder_fields(num_key_value_heads=4, max_position_embeddings=32_768),
-        Field("num_experts", 128),
+        Field("num_experts", 128, other_name="num_local_experts"),
         Field("num_experts_per_tok", 8),
         Field("moe_intermediate_size", 768),
         Field("norm_topk_prob", False),
