@@ -106,7 +106,7 @@ def config_of(
     A new one is in the form of transformers 4, which 5 reads too.
     """
     arguments = json.loads(json.dumps(arguments))  # tuples as lists
-    if imported is not None and imported.get("model_type") == form.model_type:
+    if imported is not None and form.describes(imported):
         config, known = dict(imported), arguments_of(imported, form)
     else:
         config = {"architectures": [form.architecture], "model_type": form.model_type}

@@ -114,8 +114,8 @@ def _described(where: Path, imported: Mapping[str, Any], given: Table) -> Table:
     check_not_quantised(imported, where)
     forms = {name: spec.hugging_face for name, spec in registry.families().items() if spec.hugging_face}
     kind = imported.get("model_type")
-    of_kind = {n: form for n, all_of in forms.items() for form in all_of if form.model_type == kind}
-    name = given.get("model.name") or next(iter(of_kind), None)
+    of_kind = {n: [form for form in all_of if form.model_type == kind] for n, all_of in forms.items()}
+    name = given.get("model.name") or next((n for n, found in of_kind.items() if found), None)
     if name is None:
         there = ", ".join(sorted({form.model_type for all_of in forms.values() for form in all_of}))
         way_out = f"there are: {there}; a family of your own: --experimental.custom_import MODULE"
@@ -123,7 +123,9 @@ def _described(where: Path, imported: Mapping[str, Any], given: Table) -> Table:
     if name not in forms:
         rule = "has no form of Hugging Face"
         raise ConfigError(fault_line(WHERE, "model.name", name, rule, f"there are: {', '.join(forms)}"))
-    values = arguments_of(imported, of_kind.get(name, forms[name][0]), where)
+    candidates = of_kind[name] or forms[name]
+    form = next((form for form in candidates if form.describes(imported)), candidates[0])
+    values = arguments_of(imported, form, where)
     args = {f"model.args.{key}": _set_ones(value) for key, value in values.items() if value is not None}
     flavor = _nearest_flavor(name, values, where)
     return {"model.name": name, "model.flavor": flavor} | args

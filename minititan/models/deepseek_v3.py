@@ -1,8 +1,8 @@
 """The DeepSeek-V3 family (arXiv:2412.19437): latent attention, and mixtures with shared experts.
 
-Numbers of 671B: config.json of DeepSeek-V3, without its layer that predicts a second token; of 16B:
-config.json of DeepSeek-V2-Lite (arXiv:2405.04434), whose router is the softmax alone; of moonlight_16B:
-config.json of Moonlight-16B-A3B (arXiv:2502.16982). Balancing as in the papers.
+Numbers of 671B: config.json of DeepSeek-V3, without its layer that predicts a second token; of 16B
+and 236B: of DeepSeek-V2-Lite and DeepSeek-V2 (arXiv:2405.04434), whose routers are the softmax alone; of
+moonlight_16B: of Moonlight-16B-A3B (arXiv:2502.16982). Balancing is that of the papers.
 """
 
 from dataclasses import dataclass, replace
@@ -89,6 +89,14 @@ _SMALL = DeepseekV3Args(  # what the two models of 16B share
     n_shared_experts=2,
 )
 
+_LARGE = DeepseekV3Args(  # what 236B and 671B share
+    num_attention_heads=128,
+    num_key_value_heads=128,
+    max_position_embeddings=163_840,
+    q_lora_rank=1536,
+    n_group=8,
+)
+
 FLAVORS = {
     "debugmodel": _DEBUG,
     "16B": replace(
@@ -111,27 +119,41 @@ FLAVORS = {
         score_correction=True,
         router_bias_update_speed=1e-3,
     ),
+    "236B": replace(
+        _LARGE,
+        hidden_size=5120,
+        num_hidden_layers=60,
+        intermediate_size=12_288,
+        vocab_size=102_400,
+        rope_scaling=YarnScaling(mscale=0.707, mscale_all_dim=0.707),
+        num_experts=160,
+        num_experts_per_tok=6,
+        moe_intermediate_size=1536,
+        first_k_dense_replace=1,
+        n_shared_experts=2,
+        norm_topk_prob=False,
+        routed_scaling_factor=16.0,
+        topk_group=3,
+        router_aux_loss_coef=1e-3,
+    ),
     "671B": replace(
-        _DEBUG,
+        _LARGE,
         hidden_size=7168,
         num_hidden_layers=61,
-        num_attention_heads=128,
-        num_key_value_heads=128,
         intermediate_size=18_432,
         vocab_size=129_280,
-        max_position_embeddings=163_840,
         rope_scaling=YarnScaling(mscale=1.0, mscale_all_dim=1.0),
-        q_lora_rank=1536,
-        kv_lora_rank=512,
-        qk_nope_head_dim=128,
-        qk_rope_head_dim=64,
-        v_head_dim=128,
         num_experts=256,
         num_experts_per_tok=8,
         moe_intermediate_size=2048,
         first_k_dense_replace=3,
-        n_group=8,
+        n_shared_experts=1,
+        scoring_func="sigmoid",
+        routed_scaling_factor=2.5,
         topk_group=4,
+        router_aux_loss_coef=1e-4,
+        score_correction=True,
+        router_bias_update_speed=1e-3,
     ),
 }
 
@@ -179,37 +201,34 @@ V3 = HuggingFaceForm(
     ignored=("model.layers.61.*",),  # of DeepSeek-V3: what predicts a second token
 )
 
+_V2_FIELDS = (
+    *_FIELDS,
+    *_LATENT_FIELDS,
+    Field("max_position_embeddings", 2048),
+    Field("num_experts", 64, "n_routed_experts"),
+    Field("num_experts_per_tok"),
+    Field("moe_intermediate_size", 1407),
+    Field("n_shared_experts", 2),
+    Field("first_k_dense_replace", 0),
+    Field("routed_scaling_factor", 1.0),
+)
+_V2_ARGUMENTS = {"scoring_func": "softmax", "score_correction": False, "norm_topk_prob": False}
+_V2_FIXED = {"mlp_bias": False, "scoring_func": "softmax", "norm_topk_prob": False}
+
 V2 = HuggingFaceForm(
     model_type="deepseek_v2",
     architecture="DeepseekV2ForCausalLM",
-    fields=(
-        *_FIELDS,
-        *_LATENT_FIELDS,
-        Field("max_position_embeddings", 2048),
-        Field("num_experts", 64, "n_routed_experts"),
-        Field("num_experts_per_tok"),
-        Field("moe_intermediate_size", 1407),
-        Field("n_shared_experts", 2),
-        Field("first_k_dense_replace", 0),
-        Field("routed_scaling_factor", 1.0),
-    ),
-    arguments={
-        **_ARGUMENTS,
-        "scoring_func": "softmax",
-        "score_correction": False,
-        "norm_topk_prob": False,
-        "n_group": 1,
-        "topk_group": 1,
-    },
+    fields=_V2_FIELDS,
+    arguments={**_ARGUMENTS, **_V2_ARGUMENTS, "n_group": 1, "topk_group": 1},
     tensors=_TENSORS,
-    fixed={
-        **_FIXED,
-        "mlp_bias": False,
-        "scoring_func": "softmax",
-        "topk_method": "greedy",
-        "norm_topk_prob": False,
-    },
+    fixed={**_FIXED, **_V2_FIXED, "topk_method": "greedy"},
     rope_types=ROPE_TYPES,
 )
+V2_GROUPS = replace(
+    V2,
+    fields=(*_V2_FIELDS, Field("n_group"), Field("topk_group")),
+    arguments={**_ARGUMENTS, **_V2_ARGUMENTS},
+    fixed={**_FIXED, **_V2_FIXED, "topk_method": "group_limited_greedy"},
+)
 
-HUGGING_FACE = (V3, V2)
+HUGGING_FACE = (V3, V2, V2_GROUPS)

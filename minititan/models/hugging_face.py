@@ -105,6 +105,11 @@ class HuggingFaceForm:
         """Whether a model with these arguments can be in this form."""
         return all(getattr(args, name) == value for name, value in self.arguments.items())
 
+    def describes(self, config: Mapping[str, Any]) -> bool:
+        """Whether a `config.json` is of this form."""
+        fixed = (config.get(key) in (None, value) for key, value in self.fixed.items())
+        return config.get("model_type") == self.model_type and all(fixed)
+
 
 def tensor_name(form: HuggingFaceForm, parameter: str) -> str:
     """Return the name of a parameter's tensor; with a `#` in it for one that is stacked.
