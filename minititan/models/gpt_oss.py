@@ -5,7 +5,10 @@ window by turns; experts with biases and a clamped SwiGLU.
 from dataclasses import dataclass
 from typing import Literal
 
+from torch import nn
+
 from minititan.models.arguments import MoEArgs
+from minititan.models.attention import Attention
 
 
 @dataclass(frozen=True)
@@ -33,3 +36,15 @@ class GptOssArgs(MoEArgs):
     def window(self, layer: int) -> int | None:
         sliding = layer % 2 == 0 if self.layer_types is None else self.layer_types[layer][0] == "s"
         return self.sliding_window if sliding else None
+
+    def attention(self, layer: int) -> nn.Module:
+        return Attention(
+            self.hidden_size,
+            self.num_attention_heads,
+            self.num_key_value_heads,
+            self.channels,
+            bias=self.attention_bias,
+            out_bias=self.attention_bias,
+            norm_eps=self.rms_norm_eps if self.qk_norm else None,
+            sinks=True,
+        )
