@@ -10,12 +10,15 @@ from typing import Any
 
 from minititan.config.batches import BatchSizes
 from minititan.config.error import ConfigError
+from minititan.config.experts import expert_faults
 from minititan.config.rules import key_faults, relation_faults
 from minititan.config.schema import Config
 
 TP = "parallelism.tensor_parallel_degree"
 REPLICATE = "parallelism.data_parallel_replicate_degree"
 SHARD = "parallelism.data_parallel_shard_degree"
+EP = "parallelism.expert_parallel_degree"
+ETP = "parallelism.expert_tensor_parallel_degree"
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,8 @@ class Layout:
     tp: int
     batch_sizes: BatchSizes
     micro_batch_size: int
+    ep: int = 1  # ways that experts are spread over ranks of dp_shard x tp
+    etp: int = 1  # with ep above 1: ways that an expert is split
 
     @property
     def dp(self) -> int:
@@ -55,6 +60,7 @@ def validate(
     faults += _vocabulary_faults(config, args, vocab_size)
     dp_shard, degree_faults = _shard_degree(config, args, world_size)
     faults += degree_faults
+    faults += expert_faults(config, args, dp_shard)
     dp = config.parallelism.data_parallel_replicate_degree * dp_shard
     batch = config.training.local_batch_size * dp
     training = config.training
@@ -71,6 +77,8 @@ def validate(
         tp=config.parallelism.tensor_parallel_degree,
         batch_sizes=BatchSizes(tuple(sizes)),
         micro_batch_size=training.local_batch_size,
+        ep=(ep := config.parallelism.expert_parallel_degree),
+        etp=config.parallelism.expert_tensor_parallel_degree if ep > 1 else 1,
     )
 
 
