@@ -167,7 +167,6 @@ REFUSALS = (
     _not_yet("comm.mode", "training without real processes", "default"),
     _not_yet("memory_estimation.enable", "memory estimation", False),
     _not_yet("fault_tolerance.enable", "fault tolerance by torchft", False),
-    _not_yet("debug.moe_force_load_balance", "mixture of experts", False),
 )
 
 

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
+from minititan.models.moe import Router
 from minititan.parallelisms.tensor_parallel import BY_ROWS, style_of
 
 
@@ -46,6 +47,12 @@ def apply_fsdp(
     offload = CPUOffloadPolicy(pin_memory=pinned) if cpu_offload else OffloadPolicy()
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
     options["shard_placement_fn"] = partial(sharded_dimension, shards=mesh.size(-1))
+    # Changed in place by whole tensors, and not to be cast.
+    options["ignored_params"] = {
+        module.e_score_correction_bias
+        for module in model.modules()
+        if isinstance(module, Router) and module.e_score_correction_bias is not None
+    }
     reshard = reshard_after_forward != "never"
     reshard_last = reshard_after_forward == "always"
     embedding, last = [model.embed_tokens], [model.norm, model.lm_head]

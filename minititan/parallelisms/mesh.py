@@ -30,6 +30,11 @@ class Meshes:
         return list(dict.fromkeys(groups))
 
     @property
+    def token_groups(self) -> list[ProcessGroup]:
+        """Groups that a sum goes over one after another, of what ranks count of their own tokens."""
+        return [self.dp_group, *([self.tp.get_group()] if self.tp is not None else [])]
+
+    @property
     def dp_rank(self) -> int:
         return self.dp.get_local_rank()
 
