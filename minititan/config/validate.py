@@ -17,8 +17,6 @@ from minititan.config.schema import Config
 TP = "parallelism.tensor_parallel_degree"
 REPLICATE = "parallelism.data_parallel_replicate_degree"
 SHARD = "parallelism.data_parallel_shard_degree"
-EP = "parallelism.expert_parallel_degree"
-ETP = "parallelism.expert_tensor_parallel_degree"
 
 
 @dataclass(frozen=True)
@@ -70,6 +68,7 @@ def validate(
         faults += [_batch_fault(config, dp, *pair) for pair in sizes if pair[1] % batch]
     if faults:
         raise ConfigError(*faults)
+    ep = config.parallelism.expert_parallel_degree
     return Layout(
         world_size=world_size,
         dp_replicate=config.parallelism.data_parallel_replicate_degree,
@@ -77,7 +76,7 @@ def validate(
         tp=config.parallelism.tensor_parallel_degree,
         batch_sizes=BatchSizes(tuple(sizes)),
         micro_batch_size=training.local_batch_size,
-        ep=(ep := config.parallelism.expert_parallel_degree),
+        ep=ep,
         etp=config.parallelism.expert_tensor_parallel_degree if ep > 1 else 1,
     )
 

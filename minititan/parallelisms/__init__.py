@@ -41,7 +41,7 @@ def parallelize(
         )
     if meshes.experts is not None:
         unwraps |= apply_expert_parallel(model, meshes.experts)
-    connect_routers(model, meshes.tp, meshes.tokens)
+    connect_routers(model, None if meshes.tp is None else meshes.tp.get_group(), meshes.token_groups)
     for unit in units:
         unit.localize(unwraps)
 

@@ -1,17 +1,18 @@
 """Expert parallelism: experts are spread over ranks and tokens are sent to theirs (arXiv:2006.16668).
 
-Each rank routes its own tokens. On the axis `ep` of the experts' mesh each rank holds some of the experts: the
-rows of tokens go to them by all-to-all and come back the same way. On its axis `etp` (or `tp`, where experts
-are not spread) each rank holds a part of the hidden width of an expert: the ranks gather their tokens before
-the experts and sum up what comes out after them. Nothing is dropped or padded. An expert sees the tokens of
-all ranks that it serves, so its gradient is whole but for other copies of it, which FSDP adds up.
+Each rank routes its own tokens. On the axis `ep` of the experts' mesh each rank holds some of the experts:
+the rows of tokens go to them by all-to-all and come back the same way. On its axis `etp` (or `tp`, where
+experts are not spread) each rank holds a part of the hidden width of an expert: the ranks gather their tokens
+before the experts and sum up what comes out after them. Nothing is dropped or padded. An expert sees the
+tokens of all ranks that it serves, so its gradient is whole but for other copies of it, which FSDP adds up.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
@@ -42,14 +43,21 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> dict[str, Unwra
     return unwraps
 
 
-def connect_routers(model: nn.Module, sequence: DeviceMesh | None, tokens: DeviceMesh) -> None:
-    """Give routers their sums over the ranks that share a sequence, and over all that have tokens."""
+def connect_routers(model: nn.Module, sequence: ProcessGroup | None, tokens: Sequence[ProcessGroup]) -> None:
+    """Give routers their sums over the ranks that share a sequence, and over all that have tokens: those of
+    the groups of `tokens`, one after another.
+    """
     for router in model.modules():
         if isinstance(router, Router):
             if sequence is not None:
-                router.sum_over_sequence = partial(all_reduce, group=sequence.get_group().group_name)
-            if tokens.size() > 1:
-                router.sum_over_batch = partial(all_reduce, group=tokens.get_group().group_name)
+                router.sum_over_sequence = partial(_sum, groups=[sequence.group_name])
+            router.sum_over_batch = partial(_sum, groups=[group.group_name for group in tokens])
+
+
+def _sum(x: Tensor, groups: Sequence[str]) -> Tensor:
+    for group in groups:
+        x = all_reduce(x, group)
+    return x
 
 
 def experts_faults(model: nn.Module, degree: int) -> list[str]:
@@ -59,8 +67,7 @@ def experts_faults(model: nn.Module, degree: int) -> list[str]:
         for name, module in model.named_modules()
         if isinstance(module, Experts)
         for key, parameter in module.named_parameters()
-        if (axis := module.HIDDEN_AXES.get(key)) is not None
-        and (width := parameter.shape[axis]) % degree
+        if (axis := module.HIDDEN_AXES.get(key)) is not None and (width := parameter.shape[axis]) % degree
     ]
 
 
@@ -108,7 +115,9 @@ def _gathered(
     return reduce_scatter_sequence(out.unsqueeze(0), group).squeeze(0)
 
 
-def _exchange(compute: Callable[[Tensor, Tensor], Tensor], rows: Tensor, counts: Tensor, group: str) -> Tensor:
+def _exchange(
+    compute: Callable[[Tensor, Tensor], Tensor], rows: Tensor, counts: Tensor, group: str
+) -> Tensor:
     """Compute on the ranks that have the experts; `rows` [M, D] by expert, `counts` [E] of all experts."""
     with torch.no_grad():
         ranks = group_size(group)
@@ -125,4 +134,3 @@ def _exchange(compute: Callable[[Tensor, Tensor], Tensor], rows: Tensor, counts:
     out = compute(rows[order], received.sum(0))
     out = torch.empty_like(out).index_copy(0, order, out)
     return exchange_rows(out, going, coming, group)
-

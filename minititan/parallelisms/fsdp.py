@@ -48,12 +48,11 @@ def apply_fsdp(
     offload = CPUOffloadPolicy(pin_memory=pinned) if cpu_offload else OffloadPolicy()
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
     options["shard_placement_fn"] = _placement_function(model, mesh, experts_mesh)
+    # Changed in place by whole tensors, and not to be cast.
     options["ignored_params"] = {
-        parameter
+        module.e_score_correction_bias
         for module in model.modules()
-        if isinstance(module, Router)
-        for parameter in module.parameters()
-        if not parameter.requires_grad
+        if isinstance(module, Router) and module.e_score_correction_bias is not None
     }
     reshard = reshard_after_forward != "never"
     reshard_last = reshard_after_forward == "always"

@@ -1,8 +1,8 @@
 """The device mesh: axes `dp_replicate, dp_shard, tp`, outermost first, of which those of degree 1 are left
 out.
 
-`dp_shard` is always there, since mixed precision is FSDP's even on one process. Experts that are spread have a
-second mesh over the same ranks: `dp_replicate, efsdp, ep, etp`, where `ep` x `etp` ranks hold one copy.
+`dp_shard` is always there, since mixed precision is FSDP's even on one process. Experts that are spread have
+a second mesh over the same ranks: `dp_replicate, efsdp, ep, etp`, where `ep` x `etp` ranks hold one copy.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,6 @@ class Meshes:
     fsdp: DeviceMesh  # (dp_shard,) or (dp_replicate, dp_shard)
     tp: DeviceMesh | None  # None: no tensor parallelism
     dp: DeviceMesh  # all data-parallel ranks on one axis, for the loss and the counters
-    tokens: DeviceMesh  # all ranks that have tokens of their own, on one axis, for what a router sums up
     experts: DeviceMesh | None  # (ep,), (ep, etp) or (tp,): a copy of the experts is spread over these
     experts_fsdp: DeviceMesh  # (efsdp,) or (dp_replicate, efsdp); where `ep` is 1: `fsdp`
 
@@ -34,6 +33,11 @@ class Meshes:
         return list(dict.fromkeys(groups))
 
     @property
+    def token_groups(self) -> list[ProcessGroup]:
+        """Groups that a sum goes over one after another, of what ranks count of their own tokens."""
+        return [self.dp_group, *([self.tp.get_group()] if self.tp is not None else [])]
+
+    @property
     def dp_rank(self) -> int:
         return self.dp.get_local_rank()
 
@@ -43,21 +47,20 @@ def build_meshes(
 ) -> Meshes:
     """Return the meshes over all ranks; every rank must call it.
 
-    `dp_replicate` x `dp_shard` x `tp` is the world size. `ep` x `etp` divides `dp_shard` x `tp`; where `ep` is
-    1, experts are spread over `tp` like any layer.
+    `dp_replicate` x `dp_shard` x `tp` is the world size. `ep` x `etp` divides `dp_shard` x `tp`; where `ep`
+    is 1, experts are split over `tp` like any layer.
     """
     mesh = _mesh(device_type, {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "tp": tp}, "dp_shard")
     fsdp = mesh["dp_replicate", "dp_shard"] if dp_replicate > 1 else mesh["dp_shard"]
     dp = fsdp._flatten("dp") if dp_replicate > 1 else fsdp
     tp_mesh = mesh["tp"] if tp > 1 else None
-    tokens = mesh._flatten("tokens") if tp > 1 else dp
     if ep == 1:
-        return Meshes(fsdp, tp_mesh, dp, tokens, tp_mesh, fsdp)
+        return Meshes(fsdp, tp_mesh, dp, experts=tp_mesh, experts_fsdp=fsdp)
     degrees = {"dp_replicate": dp_replicate, "efsdp": dp_shard * tp // (ep * etp), "ep": ep, "etp": etp}
     mesh = _mesh(device_type, degrees, "efsdp")
     experts = mesh["ep", "etp"] if etp > 1 else mesh["ep"]
     efsdp = mesh["dp_replicate", "efsdp"] if dp_replicate > 1 else mesh["efsdp"]
-    return Meshes(fsdp, tp_mesh, dp, tokens, experts, efsdp)
+    return Meshes(fsdp, tp_mesh, dp, experts, efsdp)
 
 
 def _mesh(device_type: str, degrees: dict[str, int], kept: str) -> DeviceMesh:

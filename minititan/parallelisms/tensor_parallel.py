@@ -13,9 +13,9 @@ without, each rank holds all of it.
 Styles: `embedding` (rows of the vocabulary spread over ranks), `norm` (whole on each rank, feeds sharded
 modules), `column` (output features spread), `row` (input features spread, outputs summed), `replicated`
 (whole on each rank, used on the rank's own heads or features), `residual` (whole on each rank, used on the
-residual stream), `head` (rows of the vocabulary spread; applied by the loss); of a mixture of experts: `router`
-(whole on each rank, used on the rank's own tokens), `experts` (spread by `expert_parallel.py`), `gathered` (a
-module of `column` and `row` parts that is fed the residual stream).
+residual stream), `head` (rows of the vocabulary spread; applied by the loss). Of a mixture of experts:
+`router` (whole on each rank, used on the rank's own tokens), `experts` (`expert_parallel.py` splits them),
+`gathered` (a module of `column` and `row` parts that is fed the residual stream).
 """
 
 from collections.abc import Callable, Mapping
@@ -23,7 +23,6 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -168,4 +167,3 @@ def _embed_own_tokens(
 def first_row(rows: int, mesh: DeviceMesh) -> int:
     """Return the global index of this rank's first row of a parameter that is sharded along dimension 0."""
     return min(rows, -(-rows // mesh.size()) * mesh.get_local_rank())
-
