@@ -21,6 +21,7 @@ from minititan.config import ConfigError
 from minititan.config.error import closest
 from minititan.models import decoder, llama3, qwen3
 from minititan.models.hugging_face import HuggingFaceForm
+from minititan.models.rotary import ROPE_TYPES
 
 ENTRY_POINT_GROUP = "minititan.models"
 Fault = Callable[
@@ -147,7 +148,8 @@ def _merged(table: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str,
 def _field_fault(error: Any, fault: Fault) -> str:
     rule = error["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     rule = rule.replace("an object", "a table")  # what TOML calls it
-    return fault(".".join(["model.args", *map(str, error["loc"])]), rule, "")
+    path = [str(part) for part in error["loc"] if part not in ROPE_TYPES]  # which pydantic adds
+    return fault(".".join(["model.args", *path]), rule, "")
 
 
 def _dropped(

@@ -60,9 +60,9 @@ def test_unknown_fields_are_all_reported():
 
 
 def test_an_unknown_field_of_a_nested_table_is_not_dropped():
-    assert faults_of(rope_scaling={"rope_type": "llama3", "factor": 2.0}) == [
-        'model.args.rope_scaling.rope_type = "llama3": unknown field; '
-        "there are: factor, low_freq_factor, high_freq_factor, original_max_position_embeddings"
+    assert faults_of(rope_scaling={"colour": "llama3", "factor": 2.0}) == [
+        'model.args.rope_scaling.colour = "llama3": unknown field; '
+        "there are: factor, low_freq_factor, high_freq_factor, original_max_position_embeddings, rope_type"
     ]
     # With no scaling in the flavor too.
     assert faults_of("llama3", "10M", rope_scaling={"factr": 2.0}) == [
@@ -80,6 +80,11 @@ def test_an_unknown_field_of_a_nested_table_is_not_dropped():
         ("tie_word_embeddings", 1, "tie_word_embeddings = 1: must be a valid boolean"),
         ("rope_scaling", 8.0, "rope_scaling = 8.0: must be a table"),
         ("rope_scaling", {"factor": "x"}, 'rope_scaling.factor = "x": must be a valid number'),
+        (
+            "rope_scaling",
+            {"rope_type": "ntk"},
+            'rope_scaling = {rope_type = "ntk"}: rope_type must be one of llama3, yarn',
+        ),
     ],
 )
 def test_wrong_types(field, value, fault):

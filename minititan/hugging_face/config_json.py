@@ -64,7 +64,7 @@ def _value(field: Field, config: Mapping[str, Any]) -> Any:
 
 
 def _rotary(
-    config: Mapping[str, Any], rope_types: Mapping[str, type]
+    config: Mapping[str, Any], rope_types: Mapping[str, Any]
 ) -> tuple[Any, dict[str, Any] | None, list[str]]:
     """Base, scaling and faults of the rotary positions, in either form."""
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
@@ -82,10 +82,10 @@ def _rotary(
     if kind not in rope_types:
         known = ", ".join(f'"{name}"' for name in ("default", *rope_types))
         return theta, None, [*faults, f"{key}.rope_type = {json.dumps(kind)}: the model can only do {known}"]
-    names = [field.name for field in dataclasses.fields(rope_types[kind])]
-    lacking = [name for name in names if name not in numbers]
+    defaults = {field.name: field.default for field in dataclasses.fields(rope_types[kind])}
+    lacking = [name for name in rope_types[kind].required if name not in numbers]
     faults += [f"{key}: lacks {', '.join(lacking)}"] if lacking else []
-    return theta, numbers, faults + list(_strange(key, numbers, names))
+    return theta, defaults | numbers, faults + list(_strange(key, numbers, list(defaults)))
 
 
 def _strange(key: str, numbers: Mapping[str, Any], known: tuple[str, ...] | list[str]) -> Iterator[str]:
@@ -133,17 +133,11 @@ def _set(config: dict[str, Any], key: str, value: Any) -> None:
 
 def _set_rotary(config: dict[str, Any], form: HuggingFaceForm, values: Mapping[str, Any]) -> None:
     theta, scaling = values["rope_theta"], values.get("rope_scaling")
-    kind = "default" if scaling is None else _rope_type(form, scaling)
+    if scaling is not None:
+        scaling = {name: value for name, value in scaling.items() if value is not None}
     if config.get("rope_parameters"):
         config.pop("rope_scaling", None)
-        config["rope_parameters"] = {"rope_type": kind, "rope_theta": theta, **(scaling or {})}
+        config["rope_parameters"] = {"rope_type": "default", "rope_theta": theta, **(scaling or {})}
     else:
         config["rope_theta"] = theta
-        config["rope_scaling"] = None if scaling is None else {"rope_type": kind, **scaling}
-
-
-def _rope_type(form: HuggingFaceForm, scaling: Mapping[str, Any]) -> str:
-    for kind, numbers in form.rope_types.items():
-        if {field.name for field in dataclasses.fields(numbers)} == scaling.keys():
-            return kind
-    raise AssertionError(f"no rope_type has {sorted(scaling)}")
+        config["rope_scaling"] = scaling

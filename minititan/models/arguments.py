@@ -12,7 +12,7 @@ from torch import nn
 from minititan.models.attention import Attention
 from minititan.models.feed_forward import FeedForward
 from minititan.models.moe import Experts, MoE, Router, SwiGLUExperts
-from minititan.models.rotary import RopeScaling
+from minititan.models.rotary import AnyScaling
 
 SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
 
@@ -38,7 +38,7 @@ class DecoderArgs:
     vocab_size: int | None = None  # V; None: the tokenizer's size
     max_position_embeddings: int = 8192  # longest sequence the positions are meant for
     rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: AnyScaling | None = None
     rms_norm_eps: float = 1e-5
     attention_bias: bool = False  # of the query, key and value projections
     qk_norm: bool = False  # RMSNorm of each query and key head, before rotation

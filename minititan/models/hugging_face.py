@@ -48,7 +48,7 @@ class HuggingFaceForm:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     # rope_type -> the dataclass of its numbers; a family with rotary positions has the arguments
     # `rope_theta` and `rope_scaling`.
-    rope_types: Mapping[str, type] = field(default_factory=dict)
+    rope_types: Mapping[str, Any] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()  # patterns of tensors in files that the model computes itself
 
 
