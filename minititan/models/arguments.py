@@ -68,6 +68,11 @@ class DecoderArgs:
         """How many channels of a head the rotary positions turn."""
         return self.channels
 
+    @property
+    def attention_channels(self) -> int:
+        """The widths of a key and of a value, added up over all query heads."""
+        return 2 * self.num_attention_heads * self.channels
+
     def window(self, layer: int) -> int | None:
         """How many tokens, its own included, a token of a layer sees; None: all before it."""
         return None
