@@ -16,6 +16,7 @@ from minititan.init import init_parameters, materialize
 from minititan.loss import VocabularyShard, install_loss
 from minititan.loss_scale import LossScale
 from minititan.metrics import MetricsLogger
+from minititan.models.moe import Router
 from minititan.optimizer import GroupedOptimizer, build_optimizer
 from minititan.parallelisms import Meshes, parallelize
 from minititan.parallelisms.tensor_parallel import first_row
@@ -35,6 +36,9 @@ def model_of(run: Run, meshes: Meshes, device: torch.device) -> Any:
         rows, first = -(-vocab_size // meshes.tp.size()), first_row(vocab_size, meshes.tp)
         group = meshes.tp.get_group().group_name
         shard = VocabularyShard(group, rows, first, not config.parallelism.disable_loss_parallel)
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.forced = config.debug.moe_force_load_balance
     install_loss(model.lm_head, shard, config.compile.backend if compiled else None)
     parallelize(model, run.spec.plan_of(run.args), meshes, config, compute_dtype(config, device))
     materialize(model, torch.device("cpu") if config.training.enable_cpu_offload else device)

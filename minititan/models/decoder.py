@@ -93,7 +93,10 @@ class Decoder(nn.Module):
 
 def tensor_parallel_plan(args: DecoderArgs) -> dict[str, str]:
     """Return module-name pattern -> style of `parallelisms/tensor_parallel.py`."""
+    sparse = [str(layer) for layer in range(args.num_hidden_layers) if args.is_sparse(layer)]
     return {
+        # A router sees the tokens of its rank only.
+        **{f"layers.{layer}.post_attention_layernorm": "residual" for layer in sparse},
         "embed_tokens": "embedding",
         "layers.*.input_layernorm": "norm",
         "layers.*.self_attn": "column",  # sinks
@@ -104,6 +107,12 @@ def tensor_parallel_plan(args: DecoderArgs) -> dict[str, str]:
         "layers.*.self_attn.*_b_proj": "column",
         "layers.*.self_attn.o_proj": "row",
         "layers.*.post_attention_layernorm": "norm",
+        "layers.*.mlp.gate": "router",
+        "layers.*.mlp.experts": "experts",
+        "layers.*.mlp.shared_experts": "gathered",
+        "layers.*.mlp.shared_experts.gate_proj": "column",
+        "layers.*.mlp.shared_experts.up_proj": "column",
+        "layers.*.mlp.shared_experts.down_proj": "row",
         "layers.*.mlp.gate_proj": "column",
         "layers.*.mlp.up_proj": "column",
         "layers.*.mlp.down_proj": "row",
