@@ -45,11 +45,18 @@ def faults_of(*names: str, **overrides: Any) -> list[str]:
 # ---- names and fields
 
 
-def test_unknown_names_name_the_nearest_or_all():
-    assert faults_of("Llama") == ['model.name = "Llama": is not registered; nearest: llama3']
-    assert faults_of("llama3", "8b") == ['model.flavor = "8b": is not registered; nearest: 8B']
-    assert faults_of("llama3", "huge") == [
-        'model.flavor = "huge": is not registered; there are: debugmodel, 10M, 40M, 1B, 8B, 70B, 405B'
+def test_unknown_names_name_the_nearest_and_all():
+    families = ", ".join(registry.families())
+    assert {"llama3", "qwen2", "qwen3", "mixtral", "minimind"} <= set(registry.families())
+    assert faults_of("Llama") == [
+        f'model.name = "Llama": is not registered; nearest: llama3; there are: {families}'
+    ]
+    flavors = "debugmodel, debugmodel_moe, 30M, 64M, 120M, 1B, 198M-A64M, 1B-A320M"
+    assert faults_of("minimind", "64m") == [
+        f'model.flavor = "64m": is not registered; nearest: 64M; there are: {flavors}'
+    ]
+    assert faults_of("minimind", "huge") == [
+        f'model.flavor = "huge": is not registered; there are: {flavors}'
     ]
 
 
