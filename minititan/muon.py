@@ -5,8 +5,8 @@ gathered to the full matrix before it is made orthogonal, since that of a shard 
 rank orthogonalises every matrix and keeps its own part. The iteration, always in bfloat16 in torch, runs in
 the dtype of the run's computation: rounding it more coarsely would let layouts drift apart.
 
-A parameter of three dimensions is a stack of matrices, those of experts, each with an update of its own; where
-a rank's shard is some of them whole, nothing is gathered.
+A parameter of three dimensions is a stack of matrices, those of experts, each with an update of its own;
+where a rank's shard is some of them whole, nothing is gathered.
 """
 
 import math
