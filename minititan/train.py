@@ -67,7 +67,8 @@ class Trainer:
         set_determinism(
             debug.seed or 0, deterministic=debug.deterministic, warn_only=debug.deterministic_warn_only
         )
-        self.meshes = build_meshes(self.device.type, layout.dp_replicate, layout.dp_shard, layout.tp)
+        degrees = layout.dp_replicate, layout.dp_shard, layout.tp, layout.ep, layout.etp
+        self.meshes = build_meshes(self.device.type, *degrees)
         self.loader = build.train_loader_of(run, self.meshes)
         self.validation_batches = build.validation_loader_of(run, self.meshes)
         self.model = build.model_of(run, self.meshes, self.device)

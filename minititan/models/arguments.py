@@ -12,7 +12,7 @@ from torch import nn
 from minititan.models.attention import Attention
 from minititan.models.feed_forward import FeedForward
 from minititan.models.moe import Experts, MoE, Router, SwiGLUExperts
-from minititan.models.rotary import RopeScaling
+from minititan.models.rotary import AnyScaling
 
 SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
 
@@ -38,7 +38,7 @@ class DecoderArgs:
     vocab_size: int | None = None  # V; None: the tokenizer's size
     max_position_embeddings: int = 8192  # longest sequence the positions are meant for
     rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: AnyScaling | None = None
     rms_norm_eps: float = 1e-5
     attention_bias: bool = False  # of the query, key and value projections
     qk_norm: bool = False  # RMSNorm of each query and key head, before rotation
@@ -67,6 +67,11 @@ class DecoderArgs:
     def rotary_channels(self) -> int:
         """How many channels of a head the rotary positions turn."""
         return self.channels
+
+    @property
+    def attention_channels(self) -> int:
+        """The widths of a key and of a value, added up over all query heads."""
+        return 2 * self.num_attention_heads * self.channels
 
     def window(self, layer: int) -> int | None:
         """How many tokens, its own included, a token of a layer sees; None: all before it."""

@@ -154,7 +154,6 @@ class Experts(nn.Module):
     """
 
     HIDDEN_AXES: ClassVar[Mapping[str, int]] = {}  # by parameter: the dimension of F; the others have none
-    COLUMNS_TOGETHER: ClassVar[Mapping[str, int]] = {}  # by parameter: neighbours on it that belong together
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,7 +201,6 @@ class ClampedExperts(Experts):
     """
 
     HIDDEN_AXES: ClassVar = {"gate_up_proj": 2, "gate_up_proj_bias": 1, "down_proj": 1}
-    COLUMNS_TOGETHER: ClassVar = {"gate_up_proj": 2, "gate_up_proj_bias": 2}
 
     def __init__(
         self, experts: int, width: int, hidden: int, alpha: float = 1.702, limit: float = 7.0
