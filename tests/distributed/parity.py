@@ -33,7 +33,9 @@ added moves them.
 
 What a row's words mean: dpN: FSDP over N ranks; ddpN: N replicas; hsdpRxS: R replicas of S shards; tpN:
 tensor parallelism; ac-full, ac-op, ac-2: activation checkpointing full, selective by operation, every
-second layer; budget-x: by memory budget; aot-eager, inductor: compiled by that backend; no-sp, no-ep,
+second layer; moe: a mixture of experts, as Qwen3's, or as that of deepseek or gpt-oss; epN: experts spread
+over N ranks; etpN: each split over N as well; by-batch: the balancing loss over the whole micro-batch;
+budget-x: by memory budget; aot-eager, inductor: compiled by that backend; no-sp, no-ep,
 no-lp: without sequence, embedding, loss parallelism; always, never: `fsdp_reshard_after_forward`; accN: N
 micro-batches; foreach, for-loop: the optimizer's implementation (else fused); offload: parameters and
 moments offloaded to the CPU; tied: embedding and head are one; mha: as many key/value heads as query
