@@ -272,6 +272,32 @@ TWO_OF_SIX: Overrides = {
     "model.args.head_dim": "10",
 }
 LENGTH_17: Overrides = {"training.seq_len": "17"}
+DOCUMENTS: Overrides = {"data.document_mask": "true"}
+# Kinds of attention, with dense feed-forwards.
+DENSE: Overrides = {
+    "model.args.num_experts": "0",
+    "model.args.score_correction": "false",
+    "model.args.router_bias_update_speed": "0",
+}
+YARN: Overrides = {
+    "model.args.rope_scaling.rope_type": "yarn",
+    "model.args.rope_scaling.factor": "4.0",
+    "model.args.rope_scaling.original_max_position_embeddings": "64",
+    "model.args.rope_scaling.mscale_all_dim": "0.7",
+}
+KINDS: dict[str, Overrides] = {
+    "biases": {"model.name": "qwen2"},
+    "qk-norm": {"model.name": "qwen3"},
+    "latent": {"model.name": "deepseek_v3"} | DENSE,
+    "latent-queries": {
+        "model.name": "deepseek_v3",
+        "model.args.q_lora_rank": "20",
+        "model.args.attention_bias": "true",
+        **YARN,
+        **DENSE,
+    },
+    "sinks": {"model.name": "gpt_oss", "model.args.sliding_window": "5"} | DENSE,
+}
 
 IN_FLOAT32 = tuple(
     _row(layout, "float32", same=FLOAT32)
@@ -300,6 +326,18 @@ BUDGETED = (
     _row("dp2", "budget-0.5", _budget("0.5")),
     _row("tp2", "budget-0", _budget("0")),
 )
+ATTENTIONS = (
+    *(_row(layout, kind, same=KINDS[kind]) for kind in KINDS for layout in ("tp2", "tp4", "dp2-tp2")),
+    *(_row("tp2", f"{kind} no-sp", NO_SEQUENCE, KINDS[kind]) for kind in KINDS),
+    *(_row("dp2", f"{kind} aot-eager", _compiled("aot_eager"), KINDS[kind]) for kind in KINDS),
+    *(
+        _row("dp2-tp2", f"{kind} documents ac-op", FACTORS["checkpointing"]["ac-op"], KINDS[kind] | DOCUMENTS)
+        for kind in KINDS
+    ),
+    _row("tp2", "sinks aot-eager", _compiled("aot_eager"), KINDS["sinks"]),
+    _row("tp2", "latent-queries float32", same=KINDS["latent-queries"] | FLOAT32),
+    _row("tp2", "sinks float32 ac-full", FACTORS["checkpointing"]["ac-full"], KINDS["sinks"] | FLOAT32),
+)
 ODD_SIZES = (
     _with_batch("dp3", "", Degrees(shard=3), 2, 2),
     _with_batch("ddp3", "", Degrees(replicate=3), 2),
@@ -324,7 +362,6 @@ ODD_SIZES = (
     _row("tp2", "length-17 no-sp", NO_SEQUENCE, LENGTH_17),
     _row("dp2-tp2", "Adam", same=ADAM),
 )
-DOCUMENTS: Overrides = {"data.document_mask": "true"}
 SAMPLED = (
     _row("dp2-tp2", "documents ac-op", FACTORS["checkpointing"]["ac-op"], DOCUMENTS),
     _row("tp2", "documents no-sp", NO_SEQUENCE, DOCUMENTS),
@@ -334,7 +371,16 @@ SAMPLED = (
     _row("dp4", "growing batch", same={"training.global_batch_size_schedule": "[{step = 4, size = 64}]"}),
 )
 
-EXTRAS = (*BUDGETED, *OFFLOADED, *SAMPLED, *ODD_SIZES, *IN_FLOAT32, *CHECKPOINTED, *COMPILED_IN_FLOAT32)
+EXTRAS = (
+    *BUDGETED,
+    *OFFLOADED,
+    *SAMPLED,
+    *ODD_SIZES,
+    *ATTENTIONS,
+    *IN_FLOAT32,
+    *CHECKPOINTED,
+    *COMPILED_IN_FLOAT32,
+)
 
 
 def every_row() -> tuple[Row, ...]:
@@ -368,5 +414,6 @@ def quick_rows() -> tuple[Row, ...]:
         *(f"{layout} inductor float32" for layout in ("one", "dp2", "tp2")),
         *("dp3", "dp2 offload", "one budget-0", "tp2 vocabulary-265", "dp4-tp2 vocabulary-265 tied"),
         *("dp2-tp2 layers-3 ac-2", "tp2 documents no-sp", "hsdp2x2 pack", "dp4 growing batch"),
+        *("dp2-tp2 latent-queries", "tp2 sinks no-sp"),
     }
     return (*map(row_of, crossed), *(row for row in EXTRAS if row.name in names))
