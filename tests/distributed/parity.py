@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from tests.distributed.expert_layouts import EXPERTS
 from tests.distributed.layouts import Row, every_row
 from tests.distributed.runs import BOUNDS, TENSORS, Numbers, differences, record, too_large
 
@@ -80,7 +81,7 @@ def bounds(dtype: str) -> str:
 
 def main(words: list[str]) -> int:
     """Run every row, or those whose name has one of `words` (then no page is written)."""
-    rows = [row for row in every_row() if not words or any(word in str(row) for word in words)]
+    rows = [row for row in (*every_row(), *EXPERTS) if not words or any(word in str(row) for word in words)]
     begin, table, failed = time.perf_counter(), [], 0
     for number, (row, found, seconds) in enumerate(compare(rows), start=1):
         text, good = line(number, row, found)
