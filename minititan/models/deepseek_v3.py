@@ -55,20 +55,6 @@ class DeepseekV3Args(MoEArgs):
     def rotary_channels(self) -> int:
         return self.qk_rope_head_dim
 
-    def attention(self, layer: int) -> nn.Module:
-        scaling, scale = self.rope_scaling, self.channels**-0.5
-        return LatentAttention(
-            self.hidden_size,
-            self.num_attention_heads,
-            q_rank=self.q_lora_rank,
-            kv_rank=self.kv_lora_rank,
-            plain_dim=self.qk_nope_head_dim,
-            rotary_dim=self.qk_rope_head_dim,
-            value_dim=self.v_head_dim,
-            scale=scale * scaling.score_factor if isinstance(scaling, YarnScaling) else scale,
-            bias=self.attention_bias,
-        )
-
     @property
     def attention_channels(self) -> int:
         return self.num_attention_heads * (self.channels + self.v_head_dim)
@@ -246,7 +232,12 @@ _V2_FIELDS = (
     Field("first_k_dense_replace", 0),
     Field("routed_scaling_factor", 1.0),
 )
-_V2_ARGUMENTS = {"scoring_func": "softmax", "score_correction": False, "norm_topk_prob": False}
+_V2_ARGUMENTS = {
+    "scoring_func": "softmax",
+    "score_correction": False,
+    "router_bias_update_speed": 0.0,
+    "norm_topk_prob": False,
+}
 _V2_FIXED = {"mlp_bias": False, "scoring_func": "softmax", "norm_topk_prob": False}
 
 V2 = HuggingFaceForm(

@@ -33,7 +33,7 @@ def reference(tmp_path_factory, token_cache):
     return lambda row: numbers(tuple(sorted(row.same.items())))
 
 
-@pytest.mark.parametrize("row", (*quick_rows(), *QUICK_EXPERTS), ids=str)
+@pytest.mark.parametrize("row", [*quick_rows(), *QUICK_EXPERTS], ids=str)
 def test_a_row_of_the_matrix(row: Row, reference, tmp_path: Path, token_cache: Path) -> None:
     found = differences(record(row, tmp_path, token_cache), reference(row))
     assert not too_large(row, found), found
