@@ -162,7 +162,9 @@ def test_a_stack_is_updated_matrix_by_matrix(shape):
 
 def test_biases_of_experts_are_no_matrices():
     named = {"layers.0.mlp.experts.down_proj_bias": nn.Parameter(torch.ones(4, 6))}
-    assert [rule.name for rule in rules_of(named, name="Muon", lr=1.0, weight_decay=0.1).values()] == ["AdamW"]
+    assert [rule.name for rule in rules_of(named, name="Muon", lr=1.0, weight_decay=0.1).values()] == [
+        "AdamW"
+    ]
+    groups = [ParamGroup("*", name="Muon")]
     with pytest.raises(ConfigError, match="Muon is for matrices"):
-        groups = [ParamGroup("*", name="Muon")]
         rules_of(named, name="AdamW", lr=1.0, weight_decay=0.1, param_groups=groups)
