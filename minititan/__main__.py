@@ -76,8 +76,16 @@ def checkpoint_command(argv: Sequence[str]) -> int:
     return checkpoint_command(argv)
 
 
+def models_command(argv: Sequence[str]) -> int:
+    """Lists the model families and their sizes."""
+    from minititan.commands.models import models_command
+
+    return models_command(argv)
+
+
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "config": (config_command, "print the resolved TOML of a run; --schema: the JSON schema for editors"),
+    "models": (models_command, "list the model families, their flavors and sizes"),
     "prepare": (prepare_command, "make text into tokens for training, once"),
     "data": (data_command, "ls, verify, head: what prepared data holds, whether it is whole, how it reads"),
     "train": (train_command, "train in one process (several: torchrun -m minititan.train)"),
@@ -86,7 +94,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "export": (export_command, "write a checkpoint in Hugging Face's form"),
     "checkpoint": (checkpoint_command, "ls, show, verify, diff, prune, convert checkpoints"),
 }
-OWN_HELP = ("prepare", "data", "generate", "import", "export", "checkpoint")
+OWN_HELP = ("models", "prepare", "data", "generate", "import", "export", "checkpoint")
 """Commands that take no keys of the file, and have a help of their own."""
 
 

@@ -129,8 +129,8 @@ def _of_folder(path: Path, tokenizer: str | None, say: Say) -> Source:
 
     name, flavor = table["model.name"], table["model.flavor"]
     spec, args = registry.resolve(name, flavor, values, made.vocab_size, fault)
-    form = spec.hugging_face
-    assert form is not None, "its config.json was read by it"
+    form = spec.form_of(args)
+    assert form is not None, "its config.json was read by one"
     sizes: Counter[str] = Counter()
     for entry in open_files(path).entries.values():
         sizes[str(entry.dtype).removeprefix("torch.")] += math.prod(entry.shape)

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from minititan.config import ConfigError
 from minititan.config.error import closest
-from minititan.models import decoder, llama3, qwen3
+from minititan.models import counts, decoder, deepseek_v3, gpt_oss, llama3, minimind, mixtral, qwen2, qwen3
 from minititan.models.hugging_face import HuggingFaceForm
+from minititan.models.rotary import ROPE_TYPES
 
 ENTRY_POINT_GROUP = "minititan.models"
 Fault = Callable[
@@ -43,14 +44,19 @@ class ModelSpec:
     build: Callable[[Any], Any]  # called with the meta device as default
     init_: Callable[[str, Tensor, torch.Generator, Any], None]  # fills rows of the parameter of that name
     flops_per_token: Callable[[Any, int], int] | None = None  # (args, seq_len); None: TFLOP/s and MFU are n/a
+    active_parameters: Callable[[Any], int] | None = None  # those that a token goes through; None: all
     # Module-name pattern -> style, or that of the arguments; None: no tensor parallelism.
     tensor_parallel_plan: Mapping[str, str] | Callable[[Any], Mapping[str, str]] | None = None
-    hugging_face: HuggingFaceForm | None = None  # None: no import from and export to Hugging Face's form
+    hugging_face: tuple[HuggingFaceForm, ...] = ()  # what `transformers` calls it; (): no import and export
 
     def plan_of(self, args: Any) -> Mapping[str, str] | None:
         """Return the tensor-parallel plan of a model with these arguments."""
         plan = self.tensor_parallel_plan
         return plan(args) if callable(plan) else plan
+
+    def form_of(self, args: Any) -> HuggingFaceForm | None:
+        """Return the form of Hugging Face of a model with these arguments; None where there is none."""
+        return next((form for form in self.hugging_face if form.agrees(args)), None)
 
 
 _registry: dict[str, ModelSpec] = {}
@@ -107,7 +113,8 @@ def restored(name: str, args: Mapping[str, Any], fault: Fault) -> tuple[ModelSpe
 def _lookup(table: Mapping[str, Any], name: str, key: str, fault: Fault) -> Any:
     if name in table:
         return table[name]
-    raise ConfigError(fault(key, "is not registered", _nearest(name, table)))
+    near = f"nearest: {found}; " if (found := closest(name, table)) else ""
+    raise ConfigError(fault(key, "is not registered", f"{near}there are: {', '.join(table)}"))
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:
@@ -147,7 +154,8 @@ def _merged(table: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str,
 def _field_fault(error: Any, fault: Fault) -> str:
     rule = error["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     rule = rule.replace("an object", "a table")  # what TOML calls it
-    return fault(".".join(["model.args", *map(str, error["loc"])]), rule, "")
+    path = [str(part) for part in error["loc"] if part not in ROPE_TYPES]  # which pydantic adds
+    return fault(".".join(["model.args", *path]), rule, "")
 
 
 def _dropped(
@@ -185,25 +193,25 @@ def model_faults(model: nn.Module) -> list[str]:
     return faults
 
 
-register(
-    "llama3",
-    ModelSpec(
-        flavors=llama3.FLAVORS,
-        build=decoder.Decoder,
-        init_=decoder.init_parameter,
-        flops_per_token=decoder.flops_per_token,
-        tensor_parallel_plan=decoder.tensor_parallel_plan,
-        hugging_face=llama3.HUGGING_FACE,
-    ),
-)
-
-register(
-    "qwen3",
-    ModelSpec(
-        flavors=qwen3.FLAVORS,
-        build=decoder.Decoder,
-        init_=decoder.init_parameter,
-        flops_per_token=decoder.flops_per_token,
-        tensor_parallel_plan=decoder.tensor_parallel_plan,
-    ),
-)
+_FAMILIES = {
+    "llama3": (llama3.FLAVORS, (llama3.HUGGING_FACE,)),
+    "qwen2": (qwen2.FLAVORS, (qwen2.HUGGING_FACE,)),
+    "qwen3": (qwen3.FLAVORS, qwen3.HUGGING_FACE),
+    "mixtral": (mixtral.FLAVORS, (mixtral.HUGGING_FACE,)),
+    "deepseek_v3": (deepseek_v3.FLAVORS, deepseek_v3.HUGGING_FACE),
+    "gpt_oss": (gpt_oss.FLAVORS, (gpt_oss.HUGGING_FACE,)),
+    "minimind": (minimind.FLAVORS, minimind.HUGGING_FACE),
+}
+for _name, (_flavors, _forms) in _FAMILIES.items():
+    register(
+        _name,
+        ModelSpec(
+            flavors=_flavors,
+            build=decoder.Decoder,
+            init_=decoder.init_parameter,
+            flops_per_token=counts.flops_per_token,
+            active_parameters=counts.active_parameters,
+            tensor_parallel_plan=decoder.tensor_parallel_plan,
+            hugging_face=_forms,
+        ),
+    )

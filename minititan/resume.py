@@ -151,10 +151,11 @@ class Checkpoints:
     def load_hugging_face(self, path: Path) -> Progress:
         """Take the weights from a folder in Hugging Face's form."""
         spec, args = self.run.spec, self.run.args
-        assert spec.hugging_face is not None, "checked at the start of the run"
+        form = spec.form_of(args)
+        assert form is not None, "checked at the start of the run"
         with torch.device("meta"):
             model = spec.build(args)
-        self.imported = load_folder(path, spec.hugging_face, model, self.parameters, args, self.say)
+        self.imported = load_folder(path, form, model, self.parameters, args, self.say)
         self.say(f"Started from {path}, at step 0")
         return Progress()
 

@@ -14,6 +14,7 @@ from minititan import data, registry
 from minititan.checkpoint.folder import check_checkpoint, check_step, check_writable, committed_steps
 from minititan.config import Config, ConfigError, Layout, validate
 from minititan.hugging_face.mesh import check_folder
+from minititan.models.hugging_face import HuggingFaceForm
 from minititan.optimizer import ParamGroup, rules_of
 from minititan.parallelisms.fsdp import uneven_faults
 from minititan.parallelisms.tensor_parallel import plan_faults
@@ -119,7 +120,7 @@ def check_names(config: Config, model: nn.Module) -> None:
         raise ConfigError(config.fault("compile.backend", "no such backend", way_out))
 
 
-def check_folders(config: Config, spec: registry.ModelSpec, model: nn.Module) -> None:
+def check_folders(config: Config, form: HuggingFaceForm | None, model: nn.Module) -> None:
     """Raise ConfigError where a folder cannot be written, or a checkpoint to start from is not there."""
     check_writable("job.dump_folder", folder_of(config))
     section, folder = config.checkpoint, checkpoint_folder_of(config)
@@ -132,16 +133,16 @@ def check_folders(config: Config, spec: registry.ModelSpec, model: nn.Module) ->
     elif section.enable and (path := initial_load_path(config)) and not committed_steps(folder):
         if not section.initial_load_in_hf:
             check_checkpoint(path, f"checkpoint.initial_load_path = {json.dumps(section.initial_load_path)}")
-        elif spec.hugging_face is not None:
-            check_folder(path, spec.hugging_face, model)
+        elif form is not None:
+            check_folder(path, form, model)
 
 
-def check_hugging_face(config: Config, spec: registry.ModelSpec) -> None:
-    """Raise ConfigError where the config asks for Hugging Face's form of a family that has none."""
+def check_hugging_face(config: Config, form: HuggingFaceForm | None) -> None:
+    """Raise ConfigError where the config asks for Hugging Face's form of a model that has none."""
     section, faults = config.checkpoint, []
     for key in ("initial_load_in_hf", "last_save_in_hf"):
-        if section.enable and getattr(section, key) and spec.hugging_face is None:
-            rule = f"the family {config.model.name} has no form of Hugging Face"
+        if section.enable and getattr(section, key) and form is None:
+            rule = f"the family {config.model.name} has no form of Hugging Face for this model"
             faults.append(
                 config.fault(f"checkpoint.{key}", rule, "give its ModelSpec one, or set it to false")
             )
@@ -189,7 +190,7 @@ def check(config: Config, world_size: int) -> Run:
     tokenizer = data.build_tokenizer(config.model.hf_assets_path, config.fault)
     model = config.model
     spec, args = registry.resolve(model.name, model.flavor, model.args, tokenizer.vocab_size, config.fault)
-    built = check_model(config, spec, args)
+    built, form = check_model(config, spec, args), spec.form_of(args)
     faults: list[str] = []
     layout = None
     with collected(faults):
@@ -208,9 +209,9 @@ def check(config: Config, world_size: int) -> Run:
     with collected(faults):
         check_names(config, built)
     with collected(faults):
-        check_hugging_face(config, spec)
+        check_hugging_face(config, form)
     with collected(faults):
-        check_folders(config, spec, built)
+        check_folders(config, form, built)
     if faults or layout is None:
         raise ConfigError(*faults)
     return Run(config, spec, args, tokenizer, layout)

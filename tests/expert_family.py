@@ -75,7 +75,7 @@ FORM = HuggingFaceForm(
     },
 )
 
-register("numbered", ModelSpec(flavors={"small": Args()}, build=Model, init_=init_, hugging_face=FORM))
+register("numbered", ModelSpec(flavors={"small": Args()}, build=Model, init_=init_, hugging_face=(FORM,)))
 
 
 def numbered(folder: Path) -> dict[str, Tensor]:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from minititan.init import init_parameters
 from minititan.models.arguments import DecoderArgs
-from minititan.models.decoder import Decoder, flops_per_token, init_parameter
+from minititan.models.counts import flops_per_token
+from minititan.models.decoder import Decoder, init_parameter
 from minititan.models.llama3 import FLAVORS
 from minititan.models.rotary import RopeScaling, inverse_frequencies
 

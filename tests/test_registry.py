@@ -45,11 +45,18 @@ def faults_of(*names: str, **overrides: Any) -> list[str]:
 # ---- names and fields
 
 
-def test_unknown_names_name_the_nearest_or_all():
-    assert faults_of("Llama") == ['model.name = "Llama": is not registered; nearest: llama3']
-    assert faults_of("llama3", "8b") == ['model.flavor = "8b": is not registered; nearest: 8B']
-    assert faults_of("llama3", "huge") == [
-        'model.flavor = "huge": is not registered; there are: debugmodel, 10M, 40M, 1B, 8B, 70B, 405B'
+def test_unknown_names_name_the_nearest_and_all():
+    families = ", ".join(registry.families())
+    assert {"llama3", "qwen2", "qwen3", "mixtral", "minimind"} <= set(registry.families())
+    assert faults_of("Llama") == [
+        f'model.name = "Llama": is not registered; nearest: llama3; there are: {families}'
+    ]
+    flavors = "debugmodel, debugmodel_moe, 30M, 64M, 120M, 1B, 198M-A64M, 1B-A320M"
+    assert faults_of("minimind", "64m") == [
+        f'model.flavor = "64m": is not registered; nearest: 64M; there are: {flavors}'
+    ]
+    assert faults_of("minimind", "huge") == [
+        f'model.flavor = "huge": is not registered; there are: {flavors}'
     ]
 
 
@@ -60,9 +67,9 @@ def test_unknown_fields_are_all_reported():
 
 
 def test_an_unknown_field_of_a_nested_table_is_not_dropped():
-    assert faults_of(rope_scaling={"rope_type": "llama3", "factor": 2.0}) == [
-        'model.args.rope_scaling.rope_type = "llama3": unknown field; '
-        "there are: factor, low_freq_factor, high_freq_factor, original_max_position_embeddings"
+    assert faults_of(rope_scaling={"colour": "llama3", "factor": 2.0}) == [
+        'model.args.rope_scaling.colour = "llama3": unknown field; '
+        "there are: factor, low_freq_factor, high_freq_factor, original_max_position_embeddings, rope_type"
     ]
     # With no scaling in the flavor too.
     assert faults_of("llama3", "10M", rope_scaling={"factr": 2.0}) == [
@@ -80,6 +87,11 @@ def test_an_unknown_field_of_a_nested_table_is_not_dropped():
         ("tie_word_embeddings", 1, "tie_word_embeddings = 1: must be a valid boolean"),
         ("rope_scaling", 8.0, "rope_scaling = 8.0: must be a table"),
         ("rope_scaling", {"factor": "x"}, 'rope_scaling.factor = "x": must be a valid number'),
+        (
+            "rope_scaling",
+            {"rope_type": "ntk"},
+            'rope_scaling = {rope_type = "ntk"}: rope_type must be one of llama3, yarn',
+        ),
     ],
 )
 def test_wrong_types(field, value, fault):

@@ -23,7 +23,7 @@ def arguments_of(
     check_not_quantised(config, where)
     if config.get("model_type") != form.model_type:
         found = json.dumps(config.get("model_type"))
-        raise ConfigError(f'{where}: model_type = {found}: must be "{form.model_type}" for this family')
+        raise ConfigError(f'{where}: model_type = {found}: must be "{form.model_type}" for this model')
     faults = [
         f"{where}: {key} = {json.dumps(config[key])}: the model can only do {json.dumps(value)}"
         for key, value in form.fixed.items()
@@ -34,7 +34,7 @@ def arguments_of(
         theta, scaling, rope_faults = _rotary(config, form.rope_types)
         flat |= {"rope_theta": theta, "rope_scaling": scaling}
         faults += [f"{where}: {fault}" for fault in rope_faults]
-    values = {field.argument: _value(field, flat) for field in form.fields}
+    values = {**form.arguments, **{field.argument: _value(field, flat) for field in form.fields}}
     lacking = [field.key for field in form.fields if values[field.argument] is REQUIRED]
     if lacking:
         faults.append(f"{where}: lacks {', '.join(lacking)}; fetch it again")
@@ -54,8 +54,8 @@ def check_not_quantised(config: Mapping[str, Any], where: Path | str) -> None:
 
 
 def _value(field: Field, config: Mapping[str, Any]) -> Any:
-    value = config.get(field.key)
-    if value is not None:
+    value = config.get(field.key_in(config))
+    if value is not None or (field.null and field.key in config):
         return value
     if isinstance(field.default, SameAs):
         found = config.get(field.default.name)
@@ -64,7 +64,7 @@ def _value(field: Field, config: Mapping[str, Any]) -> Any:
 
 
 def _rotary(
-    config: Mapping[str, Any], rope_types: Mapping[str, type]
+    config: Mapping[str, Any], rope_types: Mapping[str, Any]
 ) -> tuple[Any, dict[str, Any] | None, list[str]]:
     """Base, scaling and faults of the rotary positions, in either form."""
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
@@ -82,10 +82,10 @@ def _rotary(
     if kind not in rope_types:
         known = ", ".join(f'"{name}"' for name in ("default", *rope_types))
         return theta, None, [*faults, f"{key}.rope_type = {json.dumps(kind)}: the model can only do {known}"]
-    names = [field.name for field in dataclasses.fields(rope_types[kind])]
-    lacking = [name for name in names if name not in numbers]
+    defaults = {field.name: field.default for field in dataclasses.fields(rope_types[kind])}
+    lacking = [name for name in rope_types[kind].required if name not in numbers]
     faults += [f"{key}: lacks {', '.join(lacking)}"] if lacking else []
-    return theta, numbers, faults + list(_strange(key, numbers, names))
+    return theta, defaults | numbers, faults + list(_strange(key, numbers, list(defaults)))
 
 
 def _strange(key: str, numbers: Mapping[str, Any], known: tuple[str, ...] | list[str]) -> Iterator[str]:
@@ -105,7 +105,8 @@ def config_of(
 
     A new one is in the form of transformers 4, which 5 reads too.
     """
-    if imported is not None and imported.get("model_type") == form.model_type:
+    arguments = json.loads(json.dumps(arguments))  # tuples as lists
+    if imported is not None and form.describes(imported):
         config, known = dict(imported), arguments_of(imported, form)
     else:
         config = {"architectures": [form.architecture], "model_type": form.model_type}
@@ -117,33 +118,30 @@ def config_of(
     ]
     for field in changed:
         if field.key not in _ROPE:
-            _set(config, field.key, arguments[field.argument])
+            _set(config, field, arguments)
     if _ROPE & {field.key for field in changed}:
         _set_rotary(config, form, {field.key: arguments[field.argument] for field in form.fields})
     config["dtype" if "dtype" in config else "torch_dtype"] = dtype
     return config
 
 
-def _set(config: dict[str, Any], key: str, value: Any) -> None:
-    if value is None:
-        config.pop(key, None)
+def _set(config: dict[str, Any], field: Field, arguments: Mapping[str, Any]) -> None:
+    value = arguments[field.argument]
+    if value is None and field.stands_for is not None:
+        value = field.stands_for(arguments)
+    if value is None and not field.null:
+        config.pop(field.key_in(config), None)
     else:
-        config[key] = value
+        config[field.key_in(config)] = value
 
 
 def _set_rotary(config: dict[str, Any], form: HuggingFaceForm, values: Mapping[str, Any]) -> None:
     theta, scaling = values["rope_theta"], values.get("rope_scaling")
-    kind = "default" if scaling is None else _rope_type(form, scaling)
+    if scaling is not None:
+        scaling = {name: value for name, value in scaling.items() if value is not None}
     if config.get("rope_parameters"):
         config.pop("rope_scaling", None)
-        config["rope_parameters"] = {"rope_type": kind, "rope_theta": theta, **(scaling or {})}
+        config["rope_parameters"] = {"rope_type": "default", "rope_theta": theta, **(scaling or {})}
     else:
         config["rope_theta"] = theta
-        config["rope_scaling"] = None if scaling is None else {"rope_type": kind, **scaling}
-
-
-def _rope_type(form: HuggingFaceForm, scaling: Mapping[str, Any]) -> str:
-    for kind, numbers in form.rope_types.items():
-        if {field.name for field in dataclasses.fields(numbers)} == scaling.keys():
-            return kind
-    raise AssertionError(f"no rope_type has {sorted(scaling)}")
+        config["rope_scaling"] = scaling

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -108,9 +109,11 @@ def planned(
             layouts.append(Layout(tensor, parameter.tensor_shape, kept))
     tokenizer = build_tokenizer(str(assets or ""))
     special = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
-    types = {layout.dtype for layout in layouts}
-    widest = max(types, key=lambda each: each.itemsize)
-    config = config_of(form, asdict(args), str(widest).removeprefix("torch."), imported, special)
+    sizes = Counter[torch.dtype]()
+    for layout in layouts:
+        sizes[layout.dtype] += layout.nbytes
+    main_type = str(max(sizes, key=lambda dtype: sizes[dtype])).removeprefix("torch.")
+    config = config_of(form, asdict(args), main_type, imported, special)
     return Export(step, saved, shards_of(layouts, shard_bytes), places, config, assets)
 
 
@@ -158,10 +161,11 @@ def _family(step: Path, model: Mapping[str, Any]) -> tuple[Any, Any]:
         return fault_line(where, key, model.get("name") if key == "model.name" else None, rule, way_out)
 
     spec, args = registry.restored(str(model.get("name")), model.get("args") or {}, fault)
-    if spec.hugging_face is None:
-        rule = "this family has no form of Hugging Face"
+    form = spec.form_of(args)
+    if form is None:
+        rule = "this family has no form of Hugging Face for this model"
         raise ConfigError(fault_line(where, "model.name", model["name"], rule, "give its ModelSpec one"))
-    return spec.hugging_face, args
+    return form, args
 
 
 def kept_assets(step: Path) -> Path | None:

@@ -114,31 +114,49 @@ def described(where: Path, imported: Mapping[str, Any], given: Table) -> Table:
     check_not_quantised(imported, where)
     forms = {name: spec.hugging_face for name, spec in registry.families().items() if spec.hugging_face}
     kind = imported.get("model_type")
-    of_kind = [name for name, form in forms.items() if form.model_type == kind]
-    name = given.get("model.name") or (of_kind[0] if of_kind else None)
+    of_kind = {n: [form for form in all_of if form.model_type == kind] for n, all_of in forms.items()}
+    name = given.get("model.name") or next((n for n, found in of_kind.items() if found), None)
     if name is None:
-        there = ", ".join(sorted({form.model_type for form in forms.values()}))
+        there = ", ".join(sorted({form.model_type for all_of in forms.values() for form in all_of}))
         way_out = f"there are: {there}; a family of your own: --experimental.custom_import MODULE"
         raise ConfigError(f"{where}: model_type = {json.dumps(kind)}: no family has this type; {way_out}")
     if name not in forms:
         rule = "has no form of Hugging Face"
         raise ConfigError(fault_line(WHERE, "model.name", name, rule, f"there are: {', '.join(forms)}"))
-    values = arguments_of(imported, forms[name], where)
-    args = {f"model.args.{key}": value for key, value in values.items() if value is not None}
-    flavor = _nearest_flavor(registry.families()[name], values)
+    candidates = of_kind[name] or forms[name]
+    form = next((form for form in candidates if form.describes(imported)), candidates[0])
+    values = arguments_of(imported, form, where)
+    args = {f"model.args.{key}": _set_ones(value) for key, value in values.items() if value is not None}
+    flavor = _nearest_flavor(name, values, where)
     return {"model.name": name, "model.flavor": flavor} | args
 
 
-def _nearest_flavor(spec: registry.ModelSpec, values: Mapping[str, Any]) -> str:
+def _nearest_flavor(family: str, values: Mapping[str, Any], where: Path) -> str:
     """The flavor with most of the values, in which what is to be None is None: TOML cannot say that."""
 
-    def differing(flavor: str) -> int:
-        own = asdict(spec.flavors[flavor])
-        if any(value is None and own[key] is not None for key, value in values.items()):
-            return len(own) + 1
-        return sum(own[key] != value for key, value in values.items())
+    spec = registry.families()[family]
+    flavors = {name: asdict(args) for name, args in spec.flavors.items()}
+    unset = [key for key, value in values.items() if value is None]
+    tables = {key: value for key, value in values.items() if isinstance(value, Mapping)}
 
-    return min(spec.flavors, key=differing)
+    def fits(own: Mapping[str, Any]) -> bool:
+        parts = [(own[key] or {}, value) for key, value in tables.items()]
+        return all(own[key] is None for key in unset) and all(
+            name in value and (value[name] is not None or kept is None)
+            for table, value in parts
+            for name, kept in table.items()
+        )
+
+    fitting = [name for name, own in flavors.items() if fits(own)]
+    if not fitting:
+        rule = f"no flavor of {family} leaves {', '.join(unset)} unset"
+        raise ConfigError(f"{where}: {rule}, and TOML cannot; register one that does")
+    return min(fitting, key=lambda name: sum(flavors[name][key] != value for key, value in values.items()))
+
+
+def _set_ones(value: Any) -> Any:
+    """A table without what is None in it."""
+    return {k: v for k, v in value.items() if v is not None} if isinstance(value, Mapping) else value
 
 
 def _assets(source: Path, given: Table) -> Path | None:
@@ -187,10 +205,12 @@ def _write_step(
     """Write `step-0` tensor by tensor."""
     with torch.device("meta"):
         model = spec.build(args)
-    if spec.hugging_face is None:
-        raise ConfigError(config.fault("model.name", "has no form of Hugging Face", "give its ModelSpec one"))
-    parameters = weights.parameters_of_model(spec.hugging_face, model)
-    parameters = weights.matched_to(files, spec.hugging_face, parameters)
+    form = spec.form_of(args)
+    if form is None:
+        rule = "has no form of Hugging Face for this model"
+        raise ConfigError(config.fault("model.name", rule, "give its ModelSpec one"))
+    parameters = weights.parameters_of_model(form, model)
+    parameters = weights.matched_to(files, form, parameters)
     weights.check_tied(files, parameters)
     dtypes = {name: weights.dtype_of(files, parameter) for name, parameter in parameters.items()}
     metas = {

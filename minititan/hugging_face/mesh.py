@@ -4,6 +4,7 @@ Each rank reads the slices that it has, and writes its share of the files from t
 rank holds the whole model.
 """
 
+import json
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -58,7 +59,7 @@ def load_folder(
             weights.load_into(parameters, files, found)
     except RanksFailedError as failed:
         raise failed.explained(f"{path}: could not be read", "use another folder") from None
-    now = asdict(args)
+    now = json.loads(json.dumps(asdict(args)))  # as in a config.json
     for key, value in (arguments_of(config, form) if config is not None else {}).items():
         # A size left to its default (None) shows in the shapes.
         if now[key] != value and not (now[key] is None and isinstance(value, int)):

@@ -11,10 +11,18 @@ from torch import nn
 
 from minititan.models.attention import Attention
 from minititan.models.feed_forward import FeedForward
-from minititan.models.moe import Experts, MoE, Router
-from minititan.models.rotary import RopeScaling
+from minititan.models.moe import Experts, MoE, Router, SwiGLUExperts
+from minititan.models.rotary import AnyScaling
 
 SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+
+NOT_NEGATIVE = (
+    "first_k_dense_replace",
+    "n_shared_experts",
+    "router_aux_loss_coef",
+    "router_z_loss_coef",
+    "router_bias_update_speed",
+)
 
 
 @dataclass(frozen=True)
@@ -30,7 +38,7 @@ class DecoderArgs:
     vocab_size: int | None = None  # V; None: the tokenizer's size
     max_position_embeddings: int = 8192  # longest sequence the positions are meant for
     rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: AnyScaling | None = None
     rms_norm_eps: float = 1e-5
     attention_bias: bool = False  # of the query, key and value projections
     qk_norm: bool = False  # RMSNorm of each query and key head, before rotation
@@ -59,6 +67,11 @@ class DecoderArgs:
     def rotary_channels(self) -> int:
         """How many channels of a head the rotary positions turn."""
         return self.channels
+
+    @property
+    def attention_channels(self) -> int:
+        """The widths of a key and of a value, added up over all query heads."""
+        return 2 * self.num_attention_heads * self.channels
 
     def window(self, layer: int) -> int | None:
         """How many tokens, its own included, a token of a layer sees; None: all before it."""
@@ -98,11 +111,39 @@ class MoEArgs(DecoderArgs):
     routed_scaling_factor: float = 1.0  # times the weights
     n_group: int = 1  # groups of experts, of which a token first chooses `topk_group`
     topk_group: int = 1
-    router_aux_loss_coef: float = 0.0  # of the balancing loss
+    router_bias: bool = False  # of the router's scores, trained
+    router_aux_loss_coef: float = 0.0  # of the balancing loss, which is 1 for even loads
     router_aux_loss_scope: Literal["sequence", "batch"] = "sequence"
-    router_z_loss_coef: float = 0.0
+    router_z_loss_coef: float = 0.0  # of the mean square of the log-sum-exp of a token's logits
     score_correction: bool = False  # experts are chosen by score plus a bias that is no weight
     router_bias_update_speed: float = 0.0  # what a step changes of that bias
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        experts, groups, chosen = self.num_experts, self.n_group, self.topk_group
+        if not experts:
+            return
+        if not 1 <= self.num_experts_per_tok <= experts:
+            found = f"num_experts_per_tok ({self.num_experts_per_tok})"
+            raise ValueError(f"{found} must be between 1 and num_experts ({experts})")
+        if groups < 1 or experts % groups:
+            raise ValueError(f"n_group ({groups}) must divide num_experts ({experts})")
+        if not 1 <= chosen <= groups:
+            raise ValueError(f"topk_group ({chosen}) must be between 1 and n_group ({groups})")
+        if self.num_experts_per_tok > chosen * (experts // groups):
+            found = f"num_experts_per_tok ({self.num_experts_per_tok})"
+            raise ValueError(
+                f"{found} must be at most the {chosen * (experts // groups)} experts of topk_group groups"
+            )
+        if groups > 1 and self.score_correction and experts // groups < 2:
+            raise ValueError(f"n_group ({groups}) must leave two of num_experts ({experts}) in a group")
+        if self.moe_intermediate_size < 1:
+            raise ValueError(f"moe_intermediate_size ({self.moe_intermediate_size}) must be at least 1")
+        for name in NOT_NEGATIVE:
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} ({getattr(self, name)}) must not be negative")
+        if self.router_bias_update_speed and not self.score_correction:
+            raise ValueError("router_bias_update_speed needs score_correction = true")
 
     def is_sparse(self, layer: int) -> bool:
         return self.num_experts > 0 and layer >= self.first_k_dense_replace
@@ -114,11 +155,26 @@ class MoEArgs(DecoderArgs):
 
     def router(self, layer: int) -> Router:
         """Return the router of a sparse layer."""
-        return Router(self.hidden_size, self.num_experts, self.num_experts_per_tok)
+        return Router(
+            self.hidden_size,
+            self.num_experts,
+            self.num_experts_per_tok,
+            scoring=self.scoring_func,
+            normalise=self.norm_topk_prob,
+            scale=self.routed_scaling_factor,
+            groups=self.n_group,
+            chosen_groups=self.topk_group,
+            bias=self.router_bias,
+            correction=self.score_correction,
+            correction_speed=self.router_bias_update_speed,
+            balance_coef=self.router_aux_loss_coef,
+            balance_scope=self.router_aux_loss_scope,
+            z_coef=self.router_z_loss_coef,
+        )
 
     def experts(self, layer: int) -> Experts:
         """Return the experts of a sparse layer."""
-        return Experts(self.num_experts, self.hidden_size, self.moe_intermediate_size)
+        return SwiGLUExperts(self.num_experts, self.hidden_size, self.moe_intermediate_size)
 
     def shared_experts(self, layer: int) -> nn.Module | None:
         """Return what every token of a sparse layer goes through beside its experts."""

@@ -118,18 +118,3 @@ def init_parameter(name: str, tensor: Tensor, generator: torch.Generator, args: 
     if name.removesuffix(".weight").endswith(("o_proj", "down_proj")):
         std /= math.sqrt(2 * (int(name.split(".")[1]) + 1))
     nn.init.trunc_normal_(tensor, std=std, a=-3 * std, b=3 * std, generator=generator)
-
-
-def flops_per_token(args: DecoderArgs, seq_len: int) -> int:
-    """Return the floating-point operations of forward and backward for one token.
-
-    Six for each weight of a matrix product (the embedding's look-up is none), and 12 H C T a layer for
-    attention, counted without the saving of causality, as is usual for MFU (PaLM, arXiv:2204.02311, appendix
-    B).
-    """
-    assert args.vocab_size is not None
-    heads = args.num_attention_heads * args.channels
-    kv_heads = args.num_key_value_heads * args.channels
-    layer = args.hidden_size * (2 * heads + 2 * kv_heads + 3 * args.intermediate_size)
-    weights = args.num_hidden_layers * layer + args.hidden_size * args.vocab_size
-    return 6 * weights + 12 * args.num_hidden_layers * heads * seq_len
