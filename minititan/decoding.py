@@ -111,20 +111,24 @@ class TextStream:
     def __init__(self, decode: Callable[[Iterable[int]], str], before: Sequence[int] = ()) -> None:
         """`before`: tokens whose text is not given; some tokenizers leave out a space at the beginning."""
         self._decode = decode
-        self._tokens = list(before)[-4 * LONGEST_CHARACTER :]
+        self._tokens = list(before)
+        self._read = len(self._tokens)  # so many of them are shown whole
         self._shown = decode(self._tokens)
 
     def add(self, token: int) -> str:
         """Return the text that is certain now and was not before."""
         self._tokens.append(token)
-        text = self._decode(self._tokens)
-        certain = text
+        text = certain = self._decode(self._tokens)
         while certain.endswith(REPLACEMENT) and len(text) - len(certain) < LONGEST_CHARACTER - 1:
             certain = certain[:-1]
-        new, self._shown = certain[len(self._shown) :], max(certain, self._shown, key=len)
-        if certain == text and len(self._tokens) > 16 * LONGEST_CHARACTER:
-            self._tokens = self._tokens[-4 * LONGEST_CHARACTER :]
-            self._shown = self._decode(self._tokens)
+        if not text.startswith(self._shown) and len(self._tokens) - self._read < LONGEST_CHARACTER:
+            return ""  # a tokenizer with tokens of bytes shows none of a row of them while one is missing
+        new = certain[len(self._shown) :]
+        if new and certain == text:  # the rest is read in the context of these tokens alone
+            self._tokens = self._tokens[self._read :]
+            self._read, self._shown = len(self._tokens), self._decode(self._tokens)
+        elif new:
+            self._shown = certain
         return new
 
     def end(self) -> str:
