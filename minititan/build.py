@@ -17,6 +17,7 @@ from minititan.init import init_parameters, materialize
 from minititan.loss import VocabularyShard, install_loss
 from minititan.loss_scale import LossScale
 from minititan.metrics import MetricsLogger
+from minititan.models.moe import Router
 from minititan.optimizer import GroupedOptimizer, build_optimizer
 from minititan.parallelisms import Meshes, parallelize
 from minititan.parallelisms.tensor_parallel import first_row
@@ -33,6 +34,9 @@ def model_of(run: Run, meshes: Meshes, device: torch.device) -> Any:
     shard = None
     if meshes.tp is not None:
         shard = vocabulary_shard(model, meshes.tp, parallel=not config.parallelism.disable_loss_parallel)
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.forced = config.debug.moe_force_load_balance
     install_loss(model.lm_head, shard, config.compile.backend if compiled else None)
     parallelize(model, run.spec.plan_of(run.args), meshes, config, compute_dtype(config, device))
     materialize(model, torch.device("cpu") if config.training.enable_cpu_offload else device)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from minititan.distributed import DeviceMemory, device_memory, reset_device_memory
+from minititan.routing import StepRouting
 from minititan.sinks import JsonLines, TensorBoard, Wandb, check_wandb, explained, move_aside
 
 # Dense bfloat16 TFLOP/s of one device, from the makers' data sheets; the first pattern found in its name.
@@ -54,6 +55,7 @@ class Step:
     loss_scale: float | None = None  # after the step; None: not in float16
     batch_sha256: str | None = None
     sources: dict[str, tuple[int, float]] | None = None  # of a mixture: samples taken, and epochs
+    routing: StepRouting | None = None  # of a model with experts
 
 
 @dataclass(frozen=True)
@@ -238,8 +240,10 @@ class MetricsLogger:
             sink.write(step, scalars)
 
     def _step_fields(self, done: Step, rates: Rates, memory: DeviceMemory) -> dict[str, str]:
+        loads = [layer.load for layer in done.routing.layers.values()] if done.routing else []
         return {
             "loss": f"{done.loss:.4f}",
+            **({"load": f"{max(loads):.2f}"} if loads else {}),
             "grad_norm": f"{done.grad_norm:.4f}",
             "lr": f"{done.lr:.2e}",
             "tokens/s/device": f"{rates.tokens_per_second_per_device:,.0f}",
@@ -288,12 +292,21 @@ def step_scalars(done: Step, rates: Rates, memory: DeviceMemory) -> dict[str, fl
     }
     for name, (samples, epochs) in (done.sources or {}).items():
         scalars |= {f"data/{name}/samples": samples, f"data/{name}/epochs": epochs}
+    scalars |= routing_scalars(done.routing) if done.routing else {}
     if done.loss_scale is not None:
         scalars["loss_scale"] = done.loss_scale
     if rates.tflops is not None:
         scalars["tflops"] = rates.tflops
     if rates.mfu_percent is not None:
         scalars["mfu(%)"] = rates.mfu_percent
+    return scalars
+
+
+def routing_scalars(routing: StepRouting) -> dict[str, float]:
+    """The routing by layer, and the auxiliary losses beside the loss."""
+    scalars = {"loss_metrics/auxiliary_loss": routing.auxiliary_loss}
+    for name, layer in routing.layers.items():
+        scalars |= {f"routing/layers.{name}/{key}": value for key, value in asdict(layer).items()}
     return scalars
 
 

@@ -31,6 +31,7 @@ from minititan.hugging_face.reading import open_files, read_json
 from minititan.init import materialize
 from minititan.loss import install_loss
 from minititan.parallelisms import build_meshes
+from minititan.parallelisms.expert_parallel import apply_expert_parallel, experts_faults
 from minititan.parallelisms.tensor_parallel import apply_tensor_parallel, plan_faults
 from minititan.parallelisms.unit import Unit
 from minititan.run import checkpoint_folder_of
@@ -185,7 +186,7 @@ def split_rules(model: Any, source: Source, ranks: int) -> list[str]:
     plan = source.spec.plan_of(source.args)
     if plan is None:
         return [f"the model of {source.path} has no tensor-parallel plan; start one process"]
-    return [*undivided_heads(source.args, ranks), *plan_faults(model, plan)]
+    return [*undivided_heads(source.args, ranks), *plan_faults(model, plan), *experts_faults(model, ranks)]
 
 
 def split(model: Any, plan: Mapping[str, str], place: Distributed) -> None:
@@ -195,6 +196,8 @@ def split(model: Any, plan: Mapping[str, str], place: Distributed) -> None:
     install_loss(model.lm_head, vocabulary_shard(model, mesh, parallel=True), None)
     units = [Unit(f"layers.{name}", block) for name, block in model.layers.named_children()]
     units += [Unit(name, part) for name, part in model.named_children() if name != "layers"]
-    apply_tensor_parallel(model, units, mesh, plan, sequence_parallel=False)
+    unwraps = apply_tensor_parallel(model, mesh, plan, sequence_parallel=False)
+    unwraps |= apply_expert_parallel(model, mesh, sequence_parallel=False)
     for unit in units:
+        unit.localize(unwraps)
         unit.install()

@@ -179,14 +179,13 @@ def _nearest(pattern: str, names: Sequence[str] | Mapping[str, Any]) -> str:
 
 
 def _adam(parameters: Sequence[Any], states: Sequence[dict[str, Any]], group: Mapping[str, Any]) -> None:
-    """Adam or AdamW by torch's functional form."""
-    values, gradients = list(parameters), [p.grad for p in parameters]
-    moments = [[state[key] for state in states] for key in ("exp_avg", "exp_avg_sq")]
+    """Adam or AdamW by torch's functional form, on local tensors: the parameters may be on several meshes."""
+    values, gradients = [_local(p) for p in parameters], [_local(p.grad) for p in parameters]
+    moments = [[_local(state[key]) for state in states] for key in ("exp_avg", "exp_avg_sq")]
     wide = moments[0][0].dtype != values[0].dtype
     if wide:  # moments in float32 beside bfloat16 parameters: all of the update is computed in float32
-        gradients = [_local(gradient).to(moments[0][0].dtype) for gradient in gradients]
-        moments = [[_local(moment) for moment in kind] for kind in moments]
-        values = [_local(value).to(moments[0][0].dtype) for value in values]
+        gradients = [gradient.to(moments[0][0].dtype) for gradient in gradients]
+        values = [value.to(moments[0][0].dtype) for value in values]
     adam(
         values,
         gradients,

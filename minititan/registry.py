@@ -44,7 +44,8 @@ class ModelSpec:
     build: Callable[[Any], Any]  # called with the meta device as default
     init_: Callable[[str, Tensor, torch.Generator, Any], None]  # fills rows of the parameter of that name
     flops_per_token: Callable[[Any, int], int] | None = None  # (args, seq_len); None: TFLOP/s and MFU are n/a
-    active_parameters: Callable[[Any], int] | None = None  # those that a token goes through; None: all
+    # args -> how many there are, and how many a token goes through; None: all.
+    parameters: Callable[[Any], tuple[int, int]] | None = None
     # Module-name pattern -> style, or that of the arguments; None: no tensor parallelism.
     tensor_parallel_plan: Mapping[str, str] | Callable[[Any], Mapping[str, str]] | None = None
     hugging_face: tuple[HuggingFaceForm, ...] = ()  # what `transformers` calls it; (): no import and export
@@ -53,6 +54,14 @@ class ModelSpec:
         """Return the tensor-parallel plan of a model with these arguments."""
         plan = self.tensor_parallel_plan
         return plan(args) if callable(plan) else plan
+
+    def parameters_of(self, args: Any) -> tuple[int, int]:
+        """Return the number of parameters of a model, and of those that a token goes through."""
+        if self.parameters is not None:
+            return self.parameters(args)
+        with torch.device("meta"):
+            total = sum(parameter.numel() for parameter in self.build(args).parameters())
+        return total, total
 
     def form_of(self, args: Any) -> HuggingFaceForm | None:
         """Return the form of Hugging Face of a model with these arguments; None where there is none."""
@@ -210,7 +219,7 @@ for _name, (_flavors, _forms) in _FAMILIES.items():
             build=decoder.Decoder,
             init_=decoder.init_parameter,
             flops_per_token=counts.flops_per_token,
-            active_parameters=counts.active_parameters,
+            parameters=counts.parameters,
             tensor_parallel_plan=decoder.tensor_parallel_plan,
             hugging_face=_forms,
         ),

@@ -16,6 +16,7 @@ from minititan.config import Config, ConfigError, Layout, validate
 from minititan.hugging_face.mesh import check_folder
 from minititan.models.hugging_face import HuggingFaceForm
 from minititan.optimizer import ParamGroup, rules_of
+from minititan.parallelisms.expert_parallel import experts_faults
 from minititan.parallelisms.fsdp import uneven_faults
 from minititan.parallelisms.tensor_parallel import plan_faults
 from minititan.sinks import check_wandb
@@ -100,9 +101,11 @@ def check_shards(config: Config, plan: Mapping[str, str] | None, model: nn.Modul
     """Raise ConfigError where parameters cannot be sharded as the layout has it."""
     if layout.tp > 1 and plan is not None:
         rules = uneven_faults(model, plan, layout.tp, layout.dp_shard)
+        if layout.ep == 1 or layout.etp > 1:
+            rules += experts_faults(model, layout.tp)
         way_out = f"choose sizes that {layout.tp} divides, or another degree"
-        key = "parallelism.tensor_parallel_degree"
         if rules:
+            key = "parallelism.tensor_parallel_degree"
             raise ConfigError(*(config.fault(key, rule, way_out) for rule in rules))
 
 

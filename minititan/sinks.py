@@ -36,15 +36,17 @@ class JsonLines:
             self._file = (folder / JSONL_NAME).open("ab", buffering=0)
 
     def write(self, record: Mapping[str, object]) -> None:
-        finite = {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in record.items()
-        }
         with explained(self.folder):
-            self._file.write(json.dumps(finite).encode() + b"\n")
+            self._file.write(json.dumps(_finite(record)).encode() + b"\n")
 
     def close(self) -> None:
         self._file.close()
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @contextlib.contextmanager

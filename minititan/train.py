@@ -41,6 +41,7 @@ from minititan.optimizer import lr_at, set_lr_factor
 from minititan.parallelisms import build_meshes
 from minititan.report import closing_lines, opening_lines, stopped_lines, write_config
 from minititan.resume import Checkpoints, Progress, completed_step, finish_export
+from minititan.routing import StepRouters
 from minititan.run import Run, check
 from minititan.run_status import RunStatus
 from minititan.saving import Saves
@@ -66,12 +67,14 @@ class Trainer:
         set_determinism(
             debug.seed or 0, deterministic=debug.deterministic, warn_only=debug.deterministic_warn_only
         )
-        self.meshes = build_meshes(self.device.type, layout.dp_replicate, layout.dp_shard, layout.tp)
+        degrees = layout.dp_replicate, layout.dp_shard, layout.tp, layout.ep, layout.etp
+        self.meshes = build_meshes(self.device.type, *degrees)
         self.loader = build.train_loader_of(run, self.meshes)
         self.validation_batches = build.validation_loader_of(run, self.meshes)
         self.model = build.model_of(run, self.meshes, self.device)
         # Taken once: while FSDP has gathered a unit's parameters, its modules hold others.
         self.parameters = dict(self.model.named_parameters())
+        self.routers = StepRouters(self.model, self.meshes.token_groups)
         self.optimizer = build.optimizer_of(run.config, self.parameters, self.device)
         self.guard = build.guard_of(run.config, self.say)
         self.checkpoints = Checkpoints(
@@ -160,6 +163,7 @@ class Trainer:
             clip_gradients(parameters, norm, self.config.training.max_norm)
             set_lr_factor(self.optimizer, factor)
             self.optimizer.step()
+            self.routers.correct()
         self.optimizer.zero_grad()
 
         self.steps_done = self.status.step = step
@@ -175,6 +179,8 @@ class Trainer:
         resharded inside a step, they are gathered once as well.
         """
         model, total = self.model, torch.zeros((), device=self.device)
+        scale = self.guard.scale.value if self.guard.scale else 1.0
+        self.routers.begin(scale / self.job.layout.batch_sizes.at(self.steps_done + 1))
         has_fsdp = isinstance(model, FSDPModule)
         keep_gathered = self.config.parallelism.fsdp_reshard_after_forward == "never"
         for index, batch in enumerate(micro_batches):
@@ -183,8 +189,8 @@ class Trainer:
             if has_fsdp:
                 model.set_requires_gradient_sync(last)
                 model.set_reshard_after_backward(last or not keep_gathered)
-            if scale := self.guard.scale:
-                loss = model.lm_head(model(**inputs), batch["labels"], scale.value / labels)
+            if self.guard.scale:
+                loss = model.lm_head(model(**inputs), batch["labels"], scale / labels)
                 loss.backward()
             else:
                 loss = model.lm_head(model(**inputs), batch["labels"])
@@ -214,6 +220,7 @@ class Trainer:
         largest = loss / own_labels.clamp(min=1)
         dist.all_reduce(loss, group=group)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        sequences = self.job.layout.batch_sizes.at(self.steps_done)
         done = Step(
             step=self.steps_done,
             loss=(loss / labels).item(),
@@ -226,6 +233,7 @@ class Trainer:
             skipped_steps=self.guard.skipped,
             loss_scale=self.guard.scale.value if self.guard.scale else None,
             batch_sha256=self.batch_hash(batches) if self.config.metrics.log_batch_hash else None,
+            routing=self.routers.result(sequences, sequences * self.config.training.seq_len),
         )
         self.metrics.log_step(done)
 

@@ -232,7 +232,6 @@ REFUSED = {
     "comm.mode": (["comm.mode=fake_backend"], "training without real processes is not there yet"),
     "memory_estimation.enable": (["memory_estimation.enable"], "memory estimation is not there yet"),
     "fault_tolerance.enable": (["fault_tolerance.enable"], "fault tolerance by torchft is not there yet"),
-    "debug.moe_force_load_balance": (["debug.moe_force_load_balance"], "mixture of experts is not there yet"),
 }
 
 

@@ -149,7 +149,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "config nested": (text("config.json", "[" * 100_000), "config.json: not valid JSON"),
     "other family": (
         config(model_type="gpt9"),
-        'config.json: model_type = "gpt9": no family has this type; there are: llama',
+        'config.json: model_type = "gpt9": no family has this type; there are: deepseek_v2, ',
     ),
     "no family": (config(model_type="gone"), "config.json: model_type = null: no family has this type"),
     "no sizes": (
@@ -169,8 +169,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "bias": (config(attention_bias=True), "config.json: attention_bias = true: the model can only do false"),
     "activation": (config(hidden_act="gelu"), 'hidden_act = "gelu": the model can only do "silu"'),
     "rope type": (
-        config(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}),
-        'config.json: rope_parameters.rope_type = "yarn": the model can only do "default", "llama3"',
+        config(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+        'config.json: rope_parameters.rope_type = "dynamic": the model can only do "default", "llama3", ',
     ),
     "old rope type": (
         config(rope_scaling={"type": "linear", "factor": 2.0}),
@@ -189,6 +189,14 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "quantised": (
         config(quantization_config={"quant_method": "fp8"}),
         "quantization_config: the weights are quantised (fp8), which is not read; use a",
+    ),
+    "four bits in config": (
+        config(quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}),
+        "quantization_config: the weights are quantised (mxfp4), which is not read; use a",
+    ),
+    "four bits": (
+        tensors(lambda t: t.update({f"{name}_blocks": t.pop(name).to(torch.uint8) for name in list(t)})),
+        "_blocks is U8",
     ),
     "eight bits": (
         tensors(lambda t: t.update({name: value.to(torch.float8_e4m3fn) for name, value in t.items()})),

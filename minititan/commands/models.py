@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from minititan import registry
 from minititan.commands import parser_of
 from minititan.commands.tables import print_table
@@ -69,8 +67,6 @@ def _with_vocabulary(args: Any, ids: int) -> Any:
 
 
 def _row(name: str, flavor: str, spec: registry.ModelSpec, args: Any, seq_len: int) -> tuple[str, ...]:
-    with torch.device("meta"):
-        total = sum(parameter.numel() for parameter in spec.build(args).parameters())
-    active = total if spec.active_parameters is None else spec.active_parameters(args)
+    total, active = spec.parameters_of(args)
     flops = "n/a" if spec.flops_per_token is None else f"{spec.flops_per_token(args, seq_len) / 1e9:.3g}"
     return name, flavor, f"{total:,}", f"{active:,}", flops

@@ -33,7 +33,7 @@ class Parallelism(Section):
     disable_loss_parallel: bool = False
     """Compute the loss on whole rows of logits, not split by vocabulary over the tensor-parallel ranks."""
     disable_sequence_parallel: bool = False
-    """Own key. Keep the sequence whole between the layers under tensor parallelism."""
+    """Own key. Keep the sequence whole between the layers under tensor parallelism; not with experts."""
     disable_embedding_parallel: bool = False
     """Own key. Keep the token embedding whole under tensor parallelism."""
     enable_async_tensor_parallel: bool = False
@@ -63,11 +63,11 @@ class Parallelism(Section):
     context_parallel_rotate_method: Literal["allgather", "alltoall"] = "allgather"
     """How keys and values move."""
     expert_parallel_degree: Positive = 1
-    """Ways that the experts are spread; only 1 so far."""
+    """Ranks of data_parallel_shard_degree x tensor_parallel_degree that the experts are spread over."""
     expert_tensor_parallel_degree: Positive = 1
-    """Tensor-parallel degree inside an expert."""
+    """With experts spread: 1, or tensor_parallel_degree to split each one as well."""
     expert_parallel_comm_backend: Literal["standard", "deepep"] = "standard"
-    """How tokens are sent to experts."""
+    """How tokens are sent to experts; only "standard" so far."""
 
 
 class ActivationCheckpoint(Section):

@@ -132,7 +132,12 @@ REFUSALS = (
     _not_yet("parallelism.enable_async_tensor_parallel", "asynchronous tensor parallelism", False),
     _not_yet("parallelism.pipeline_parallel_degree", "pipeline parallelism", 1),
     _not_yet("parallelism.context_parallel_degree", "context parallelism", 1),
-    _not_yet("parallelism.expert_parallel_degree", "expert parallelism", 1),
+    _not_yet(
+        "parallelism.expert_parallel_comm_backend",
+        "DeepEP",
+        "standard",
+        lambda c: c.parallelism.expert_parallel_degree > 1,
+    ),
     Refusal(
         "checkpoint.initial_load_in_hf_quantized",
         lambda c: c.checkpoint.enable and c.checkpoint.initial_load_in_hf_quantized,
@@ -167,7 +172,6 @@ REFUSALS = (
     _not_yet("comm.mode", "training without real processes", "default"),
     _not_yet("memory_estimation.enable", "memory estimation", False),
     _not_yet("fault_tolerance.enable", "fault tolerance by torchft", False),
-    _not_yet("debug.moe_force_load_balance", "mixture of experts", False),
 )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from minititan.config.batches import BatchSizes
 from minititan.config.error import ConfigError
+from minititan.config.experts import expert_faults
 from minititan.config.rules import key_faults, relation_faults
 from minititan.config.schema import Config
 
@@ -28,6 +29,8 @@ class Layout:
     tp: int
     batch_sizes: BatchSizes
     micro_batch_size: int
+    ep: int = 1  # ways that experts are spread over ranks of dp_shard x tp
+    etp: int = 1  # with ep above 1: ways that an expert is split
 
     @property
     def dp(self) -> int:
@@ -55,6 +58,7 @@ def validate(
     faults += _vocabulary_faults(config, args, vocab_size)
     dp_shard, degree_faults = _shard_degree(config, args, world_size)
     faults += degree_faults
+    faults += expert_faults(config, args, dp_shard)
     dp = config.parallelism.data_parallel_replicate_degree * dp_shard
     batch = config.training.local_batch_size * dp
     training = config.training
@@ -64,6 +68,7 @@ def validate(
         faults += [_batch_fault(config, dp, *pair) for pair in sizes if pair[1] % batch]
     if faults:
         raise ConfigError(*faults)
+    ep = config.parallelism.expert_parallel_degree
     return Layout(
         world_size=world_size,
         dp_replicate=config.parallelism.data_parallel_replicate_degree,
@@ -71,6 +76,8 @@ def validate(
         tp=config.parallelism.tensor_parallel_degree,
         batch_sizes=BatchSizes(tuple(sizes)),
         micro_batch_size=training.local_batch_size,
+        ep=ep,
+        etp=config.parallelism.expert_tensor_parallel_degree if ep > 1 else 1,
     )
 
 

@@ -1,11 +1,13 @@
 """Causal self-attention with grouped key/value heads.
 
 Head counts are read off the local weights (`view(B, T, -1, head_dim)`), so the same module computes on the
-slice of heads that tensor parallelism leaves it. Source: GQA (arXiv:2305.13245).
+slice of heads that tensor parallelism leaves it. Sources: GQA (arXiv:2305.13245); sinks
+(arXiv:2309.17453).
 """
 
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from minititan.models.masks import Mask, attend
@@ -36,15 +38,20 @@ class Attention(nn.Module):
         head_dim: int,
         *,
         bias: bool = False,
+        out_bias: bool = False,
         norm_eps: float | None = None,
+        sinks: bool = False,
     ) -> None:
-        """`bias`: of queries, keys, values; `norm_eps`: of norms of query and key heads, None: no norms."""
+        """`bias`: of queries, keys, values; `norm_eps`: of norms of query and key heads, None: no norms;
+        `sinks`: each head has a score that takes its part of the softmax and has no value.
+        """
         super().__init__()
         self.head_dim = head_dim
         self.q_proj = nn.Linear(width, heads * head_dim, bias=bias)
         self.k_proj = nn.Linear(width, kv_heads * head_dim, bias=bias)
         self.v_proj = nn.Linear(width, kv_heads * head_dim, bias=bias)
-        self.o_proj = nn.Linear(heads * head_dim, width, bias=False)
+        self.o_proj = nn.Linear(heads * head_dim, width, bias=out_bias)
+        self.sinks = nn.Parameter(torch.empty(heads)) if sinks else None
         normed = norm_eps is not None
         self.q_norm = nn.RMSNorm(head_dim, eps=norm_eps) if normed else nn.Identity()
         self.k_norm = nn.RMSNorm(head_dim, eps=norm_eps) if normed else nn.Identity()
@@ -58,7 +65,7 @@ class Attention(nn.Module):
         v = self.heads(self.v_proj(x))  # [B, K, T, C]
         if cache is not None:
             k, v = cache.extend(k, v)
-        out = attend(q, k, v, mask)
+        out = attend(q, k, v, mask, sinks=self.sinks)
         return self.o_proj(out.transpose(1, 2).flatten(2))  # [B, H, T, C] -> [B, T, H*C] -> [B, T, D]
 
     def heads(self, x: Tensor) -> Tensor:

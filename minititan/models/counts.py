@@ -25,12 +25,15 @@ def _active(name: str, parameter: Tensor, args: DecoderArgs) -> int:
     return parameter.numel()
 
 
-def active_parameters(args: DecoderArgs) -> int:
-    """Return the number of parameters that a token goes through: all but those of experts it does not choose.
+def parameters(args: DecoderArgs) -> tuple[int, int]:
+    """Return the number of parameters, and of those that a token goes through.
 
-    The embedding counts whole, as in the numbers that are published of most models.
+    These are all but those of experts that it does not choose. The embedding counts whole, as in the numbers
+    that are published of most models.
     """
-    return sum(_active(name, p, args) for name, p in _decoder(args).named_parameters())
+    named = dict(_decoder(args).named_parameters())
+    active = sum(_active(name, parameter, args) for name, parameter in named.items())
+    return sum(parameter.numel() for parameter in named.values()), active
 
 
 def flops_per_token(args: DecoderArgs, seq_len: int) -> int:

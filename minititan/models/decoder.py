@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from minititan.models.arguments import DecoderArgs
 from minititan.models.attention import KeyValueCache
-from minititan.models.masks import Mask, cached_mask, document_mask
+from minititan.models.masks import Mask, cached_mask, causal_mask
 from minititan.models.moe import Routing, RoutingRecord
 from minititan.models.rotary import inverse_frequencies, rotary_tables
 
@@ -70,16 +70,22 @@ class Decoder(nn.Module):
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.embed_tokens(tokens) if self.embed_tokens is not None else tokens
-        args = self.args
-        frequencies = inverse_frequencies(
-            args.rotary_channels, args.rope_theta, args.rope_scaling, positions.device
-        )
-        cos, sin = rotary_tables(positions, frequencies, x.dtype)
-        mask = None if document_ids is None else document_mask(document_ids, args.channels, x.dtype)
-        if caches is not None:
-            mask = cached_mask(positions, tokens.shape[1] + next(iter(caches.values())).length)
+        args, scaling, device = self.args, self.args.rope_scaling, positions.device
+        frequencies = inverse_frequencies(args.rotary_channels, args.rope_theta, scaling, device)
+        factor = 1.0 if scaling is None else scaling.table_factor
+        cos, sin = rotary_tables(positions, frequencies, x.dtype, factor)
+        length = positions.shape[-1]
+        windows = {name: args.window(int(name)) for name in self.layers}
+        masks: dict[int | None, Mask] = {}
+        for window in set(windows.values()):
+            if caches is None:
+                mask = causal_mask(length, window, document_ids, args.channels, x.dtype, device)
+            else:
+                mask = cached_mask(length, length + next(iter(caches.values())).length, window, device)
+            masks[window] = mask
         for name, layer in self.layers.items():
-            x, routing = layer(x, cos, sin, mask, None if caches is None else caches[name])
+            cache = None if caches is None else caches[name]
+            x, routing = layer(x, cos, sin, masks[windows[name]], cache)
             if routing is not None and self.training:
                 x = self.routing.add(name, routing, x)
         return self.norm(x) if self.norm is not None else x
@@ -87,13 +93,26 @@ class Decoder(nn.Module):
 
 def tensor_parallel_plan(args: DecoderArgs) -> dict[str, str]:
     """Return module-name pattern -> style of `parallelisms/tensor_parallel.py`."""
+    sparse = [str(layer) for layer in range(args.num_hidden_layers) if args.is_sparse(layer)]
     return {
+        # A router sees the tokens of its rank only.
+        **{f"layers.{layer}.post_attention_layernorm": "residual" for layer in sparse},
         "embed_tokens": "embedding",
         "layers.*.input_layernorm": "norm",
+        "layers.*.self_attn": "column",  # sinks
         "layers.*.self_attn.[qkv]_proj": "column",
         "layers.*.self_attn.[qk]_norm": "replicated",
+        "layers.*.self_attn.*_a_proj*": "replicated",  # the latents, whole on each rank
+        "layers.*.self_attn.*_a_layernorm": "replicated",
+        "layers.*.self_attn.*_b_proj": "column",
         "layers.*.self_attn.o_proj": "row",
         "layers.*.post_attention_layernorm": "norm",
+        "layers.*.mlp.gate": "router",
+        "layers.*.mlp.experts": "experts",
+        "layers.*.mlp.shared_experts": "gathered",
+        "layers.*.mlp.shared_experts.gate_proj": "column",
+        "layers.*.mlp.shared_experts.up_proj": "column",
+        "layers.*.mlp.shared_experts.down_proj": "row",
         "layers.*.mlp.gate_proj": "column",
         "layers.*.mlp.up_proj": "column",
         "layers.*.mlp.down_proj": "row",

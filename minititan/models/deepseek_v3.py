@@ -7,8 +7,11 @@ moonlight_16B: of Moonlight-16B-A3B (arXiv:2502.16982). Balancing is that of the
 
 from dataclasses import dataclass, replace
 
+from torch import nn
+
 from minititan.models.arguments import MoEArgs
 from minititan.models.hugging_face import Field, HuggingFaceForm, SameAs, decoder_fields
+from minititan.models.latent_attention import LatentAttention
 from minititan.models.rotary import ROPE_TYPES, YarnScaling
 
 LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -34,6 +37,9 @@ class DeepseekV3Args(MoEArgs):
                 raise ValueError(f"{name} ({value}) must be at least 1")
         if self.qk_rope_head_dim % 2:
             raise ValueError(f"qk_rope_head_dim ({self.qk_rope_head_dim}) must be even")
+        for name in ("head_dim", "qk_norm"):
+            if getattr(self, name):
+                raise ValueError(f"{name} is no part of latent attention")
         if self.num_key_value_heads != self.num_attention_heads:
             raise ValueError(
                 f"num_key_value_heads ({self.num_key_value_heads}) must be num_attention_heads "
@@ -52,6 +58,20 @@ class DeepseekV3Args(MoEArgs):
     @property
     def attention_channels(self) -> int:
         return self.num_attention_heads * (self.channels + self.v_head_dim)
+
+    def attention(self, layer: int) -> nn.Module:
+        scaling, scale = self.rope_scaling, self.channels**-0.5
+        return LatentAttention(
+            self.hidden_size,
+            self.num_attention_heads,
+            q_rank=self.q_lora_rank,
+            kv_rank=self.kv_lora_rank,
+            plain_dim=self.qk_nope_head_dim,
+            rotary_dim=self.qk_rope_head_dim,
+            value_dim=self.v_head_dim,
+            scale=scale * scaling.score_factor if isinstance(scaling, YarnScaling) else scale,
+            bias=self.attention_bias,
+        )
 
 
 _DEBUG = DeepseekV3Args(

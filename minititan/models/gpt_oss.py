@@ -5,7 +5,10 @@ window by turns; experts with biases and a clamped SwiGLU. Numbers: config.json 
 from dataclasses import dataclass
 from typing import Literal
 
+from torch import nn
+
 from minititan.models.arguments import MoEArgs
+from minititan.models.attention import Attention
 from minititan.models.hugging_face import SOFTMAX_ROUTER, Field, HuggingFaceForm, decoder_fields
 from minititan.models.moe import ClampedExperts, Experts
 from minititan.models.rotary import ROPE_TYPES, YarnScaling
@@ -37,6 +40,18 @@ class GptOssArgs(MoEArgs):
     def window(self, layer: int) -> int | None:
         sliding = layer % 2 == 0 if self.layer_types is None else self.layer_types[layer][0] == "s"
         return self.sliding_window if sliding else None
+
+    def attention(self, layer: int) -> nn.Module:
+        return Attention(
+            self.hidden_size,
+            self.num_attention_heads,
+            self.num_key_value_heads,
+            self.channels,
+            bias=self.attention_bias,
+            out_bias=self.attention_bias,
+            norm_eps=self.rms_norm_eps if self.qk_norm else None,
+            sinks=True,
+        )
 
     def experts(self, layer: int) -> Experts:
         sizes = self.num_experts, self.hidden_size, self.moe_intermediate_size

@@ -1,7 +1,11 @@
-"""Attention that stays inside documents: by a boolean mask, or on a GPU by FlexAttention, which never has the
-whole matrix of scores and leaves out its empty blocks (arXiv:2412.05496).
+"""Attention with masks: to what a token sees of its document, of the tokens within a window, or of a cache.
+
+A mask is a boolean tensor, or on a GPU one of FlexAttention (arXiv:2412.05496), which never has the whole
+matrix of scores and leaves out its empty blocks. Where plain causal attention does, there is none.
 """
 
+import math
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -9,41 +13,119 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Mask = Any  # a boolean tensor [B, 1, T, T], a BlockMask of FlexAttention, or None: causal
+Mask = Any  # a boolean tensor that broadcasts to [B, H, T, keys], a BlockMask of FlexAttention, None: causal
 SMALLEST_HEAD = 16  # of FlexAttention's kernels
 
 
-def document_mask(document_ids: Tensor, head_dim: int, dtype: torch.dtype) -> Mask:
-    """Return the causal mask inside runs of equal `document_ids` [B, T], for heads of `dtype`."""
-    if document_ids.is_cuda and head_dim >= SMALLEST_HEAD and dtype != torch.float64:
-        return block_mask(document_ids)
-    same = document_ids[:, None, :, None] == document_ids[:, None, None, :]
-    return same.tril()  # [B, 1, T, T], True where attention is allowed
+def causal_mask(
+    length: int,
+    window: int | None,
+    document_ids: Tensor | None,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Mask:
+    """Return the mask of `length` tokens for heads of `dtype`.
+
+    A token sees itself and those before it, `window` in all, inside its run of equal `document_ids` [B, T].
+    """
+    if document_ids is None and (window is None or window >= length):
+        return None
+    if device.type == "cuda" and head_dim >= SMALLEST_HEAD and dtype != torch.float64:
+        return block_mask(length, window, document_ids, device)
+    return _boolean(length, length, _rule(window, document_ids), document_ids, device)
 
 
-def cached_mask(positions: Tensor, keys: int) -> Tensor:
-    """Return the causal mask [T, keys] of tokens at `positions` [T] to those at 0..keys-1."""
-    return torch.arange(keys, device=positions.device) <= positions[:, None]
+def cached_mask(length: int, keys: int, window: int | None, device: torch.device) -> Mask:
+    """Return the mask of the last `length` of `keys` tokens, whose keys and values are in a cache."""
+    if length == keys and (window is None or window >= keys):
+        return None
+    return _boolean(length, keys, _rule(window, None), None, device)
 
 
-def block_mask(document_ids: Tensor) -> Any:
-    """Return the same mask as FlexAttention takes it."""
-    B, T = document_ids.shape
+def block_mask(length: int, window: int | None, document_ids: Tensor | None, device: torch.device) -> Any:
+    """Return the mask of `causal_mask` as FlexAttention takes it."""
+    batch = None if document_ids is None else len(document_ids)
+    rule = _rule(window, document_ids)
+    return _flex_attention()[1](rule, batch, None, length, length, device=device)
+
+
+def _rule(window: int | None, document_ids: Tensor | None) -> Callable[..., Tensor]:
+    """Return what says, of indices that broadcast, whether a query sees a key."""
 
     def allowed(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (query >= key) & (document_ids[b, query] == document_ids[b, key])
+        seen = query >= key
+        if window is not None:
+            seen = seen & (query - key < window)
+        if document_ids is not None:
+            seen = seen & (document_ids[b, query] == document_ids[b, key])
+        return seen
 
-    return _flex_attention()[1](allowed, B, None, T, T, device=document_ids.device)
+    return allowed
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-    """Return attention [B, H, T, C] of queries [B, H, T, C] to keys and values [B, K, T, C]."""
+def _boolean(
+    length: int, keys: int, rule: Callable[..., Tensor], document_ids: Tensor | None, device: torch.device
+) -> Tensor:
+    batch = 1 if document_ids is None else len(document_ids)
+    row = torch.arange(batch, device=device)[:, None, None, None]
+    key = torch.arange(keys, device=device)
+    return rule(row, row, key[keys - length :, None], key).expand(batch, 1, length, keys)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = None, sinks: Tensor | None = None
+) -> Tensor:
+    """Return attention [B, H, T, V] of queries [B, H, T, C] to keys [B, K, keys, C] and values [..., V].
+
+    `scale` is on the scores (default 1/sqrt(C)). `sinks` [H] are scores that take their part of the softmax
+    and have no value (arXiv:2309.17453).
+    """
+    if scale is None:
+        scale = 1 / math.sqrt(q.shape[-1])
     grouped = q.shape[1] != k.shape[1]
-    if mask is None or isinstance(mask, Tensor):
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
-        )
-    return _flex_attention()[0](q, k, v, block_mask=mask, enable_gqa=grouped)
+    if mask is not None and not isinstance(mask, Tensor):
+        return _attend_by_blocks(q, k, v, mask, scale, sinks, grouped)
+    length, width = q.shape[-2], v.shape[-1]
+    if sinks is not None:
+        q, k, v, mask = _with_sinks(q, k, v, mask, sinks / scale)
+    # The kernels that never have all scores take one width for all.
+    widest = max(q.shape[-1], v.shape[-1])
+    q, k, v = (F.pad(x, (0, widest - x.shape[-1])) if x.shape[-1] < widest else x for x in (q, k, v))
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+    )
+    return out[..., -length:, :width]
+
+
+def _with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Mask]:
+    """Return all with one more key ahead, which every query sees, and one more channel, in which the product
+    with that key is the sink of the head and with the others 0.
+    """
+    channel = sinks.to(q.dtype)[:, None, None].expand(*q.shape[:-1], 1)
+    q = torch.cat((q, channel), dim=-1)  # [B, H, T, C+1]
+    first = F.pad(k.new_ones(()).expand(*k.shape[:2], 1, 1), (k.shape[-1], 0))  # [B, K, 1, C+1]
+    k = torch.cat((first, F.pad(k, (0, 1))), dim=-2)  # [B, K, keys+1, C+1]
+    v = F.pad(v, (0, 0, 1, 0))  # [B, K, keys+1, V]
+    if mask is None:
+        return F.pad(q, (0, 0, 1, 0)), k, v, None  # causal: the one more query ahead is of no use
+    return q, k, v, F.pad(mask, (1, 0), value=True)
+
+
+def _attend_by_blocks(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, sinks: Tensor | None, grouped: bool
+) -> Tensor:
+    flex = _flex_attention()[0]
+    if sinks is None:
+        return flex(q, k, v, block_mask=mask, scale=scale, enable_gqa=grouped)
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    lse = AuxRequest(lse=True)
+    out, aux = flex(q, k, v, block_mask=mask, scale=scale, enable_gqa=grouped, return_aux=lse)
+    # e^lse is the sum over the keys, to which e^sink is added.
+    return out * torch.sigmoid(aux.lse - sinks[:, None]).unsqueeze(-1).to(out.dtype)
 
 
 @cache

@@ -5,8 +5,8 @@ arXiv:2412.19437 (sigmoid scores, groups, balancing by a bias, the loss of one s
 (router z-loss).
 """
 
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -147,16 +147,17 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """Experts of some kind: a token's rows [N, D] through the experts chosen for it, [N, D].
 
-    A kind has parameters whose first dimension are the experts, and `compute`.
+    A kind has parameters whose first dimension are the experts, and `compute`. What ranks that each hold a
+    part of the hidden width F make of a row adds up.
     """
+
+    HIDDEN_AXES: ClassVar[Mapping[str, int]] = {}  # by parameter: the dimension of F; the others have none
 
     def __init__(self) -> None:
         super().__init__()
         # Where experts are spread over ranks: takes `compute`, rows and counts, exchanges the rows before it
         # and after it.
         self.exchange: Callable[[Callable[[Tensor, Tensor], Tensor], Tensor, Tensor], Tensor] | None = None
-        # Ranks that each have a part of the hidden width F of every expert; their outputs are added up.
-        self.parts = 1
 
     def forward(self, x: Tensor, weights: Tensor, indices: Tensor, counts: Tensor) -> Tensor:
         """Return the weighted sums [N, D] of what the chosen experts make of x [N, D].
@@ -177,6 +178,8 @@ class Experts(nn.Module):
 class SwiGLUExperts(Experts):
     """Experts that are feed-forward layers as `FeedForward`."""
 
+    HIDDEN_AXES: ClassVar = {"gate_proj": 1, "up_proj": 1, "down_proj": 2}
+
     def __init__(self, experts: int, width: int, hidden: int) -> None:
         super().__init__()
         self.gate_proj = nn.Parameter(torch.empty(experts, hidden, width))  # [E, F, D]
@@ -195,6 +198,8 @@ class ClampedExperts(Experts):
     Gate and up are the even and the odd columns of one matrix.
     """
 
+    HIDDEN_AXES: ClassVar = {"gate_up_proj": 2, "gate_up_proj_bias": 1, "down_proj": 1}
+
     def __init__(
         self, experts: int, width: int, hidden: int, alpha: float = 1.702, limit: float = 7.0
     ) -> None:
@@ -211,7 +216,7 @@ class ClampedExperts(Experts):
         gate, up = both[:, ::2].clamp(max=self.limit), both[:, 1::2].clamp(-self.limit, self.limit)
         hidden = gate * (self.alpha * gate).sigmoid() * (up + 1)  # [M, F]
         out = grouped_product(hidden, self.down_proj, counts)
-        return out + _by_row(self.down_proj_bias, counts, out) / self.parts
+        return out + _by_row(self.down_proj_bias, counts, out)
 
 
 def grouped_product(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:

@@ -121,11 +121,15 @@ def inverse_frequencies(
     return frequencies / scaling.factor * (1 - keep) + frequencies * keep
 
 
-def rotary_tables(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines for positions [T] or [B, T], each [..., 1, T, C], ready for [B, H, T, C]."""
+def rotary_tables(
+    positions: Tensor, frequencies: Tensor, dtype: torch.dtype, factor: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines, times a factor, for positions [T] or [B, T], each [..., 1, T, C], ready for
+    [B, H, T, C].
+    """
     angles = positions[..., None].float() * frequencies  # [..., T, C/2]
     angles = torch.cat((angles, angles), dim=-1).unsqueeze(-3)  # [..., 1, T, C]
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -7,10 +7,12 @@ import torch
 
 from minititan.config import Config
 from minititan.parallelisms.activation_checkpoint import apply_activation_checkpoint, set_memory_budget
+from minititan.parallelisms.compile import apply_compile
+from minititan.parallelisms.expert_parallel import apply_expert_parallel, connect_routers
 from minititan.parallelisms.fsdp import apply_fsdp
 from minititan.parallelisms.mesh import Meshes, build_meshes
 from minititan.parallelisms.tensor_parallel import apply_tensor_parallel
-from minititan.parallelisms.unit import Unit
+from minititan.parallelisms.unit import Unit, Unwrap
 
 __all__ = ["Meshes", "build_meshes", "parallelize"]
 
@@ -26,17 +28,22 @@ def parallelize(
     blocks = [Unit(f"layers.{name}", block) for name, block in model.layers.named_children()]
     edges = [Unit(name, part) for name, part in model.named_children() if name != "layers"]
     units, parallelism = blocks + edges, config.parallelism
+    unwraps: dict[str, Unwrap] = {}
 
     if meshes.tp is not None:
         assert plan is not None, "the config check refuses tensor parallelism without a plan"
-        apply_tensor_parallel(
+        unwraps |= apply_tensor_parallel(
             model,
-            units,
             meshes.tp,
             plan,
             sequence_parallel=not parallelism.disable_sequence_parallel,
             embedding_parallel=not parallelism.disable_embedding_parallel,
         )
+    if meshes.experts is not None:
+        unwraps |= apply_expert_parallel(model, meshes.experts)
+    connect_routers(model, None if meshes.tp is None else meshes.tp.get_group(), meshes.token_groups)
+    for unit in units:
+        unit.localize(unwraps)
 
     recompute = config.activation_checkpoint
     set_memory_budget(recompute.memory_budget if recompute.mode == "memory_budget" else None)
@@ -50,7 +57,7 @@ def parallelize(
 
     if config.compile.enable and "model" in config.compile.components:
         for block in blocks:
-            block.compute = torch.compile(block.compute, backend=config.compile.backend, fullgraph=True)
+            apply_compile(block, config.compile.backend)
 
     for unit in units:
         unit.install()
@@ -58,11 +65,12 @@ def parallelize(
     dtype = next(model.parameters()).dtype
     # FSDP adds up in float32, over micro-batches as well, what is computed in less.
     mixed = compute_dtype != dtype or dtype == torch.bfloat16
-    if meshes.dp.size() > 1 or mixed or config.training.enable_cpu_offload:
+    if meshes.dp.size() > 1 or meshes.experts_fsdp.size() > 1 or mixed or config.training.enable_cpu_offload:
         apply_fsdp(
             model,
             [block.module for block in blocks],
             meshes.fsdp,
+            meshes.experts_fsdp,
             param_dtype=None if compute_dtype == dtype else compute_dtype,
             reduce_dtype=torch.float32 if mixed else None,
             reshard_after_forward=parallelism.fsdp_reshard_after_forward,

@@ -25,13 +25,15 @@ KEPT = frozenset(
         _aten._scaled_dot_product_efficient_attention.default,
         _aten._scaled_dot_product_cudnn_attention.default,
         _aten._scaled_dot_product_attention_math.default,
+        _aten.topk.default,  # the choice of experts is made once
         _collectives.all_gather_into_tensor.default,
         _collectives.reduce_scatter_tensor.default,
         _collectives.all_reduce.default,
+        _collectives.all_to_all_single.default,
         _collectives.wait_tensor.default,
     }
 )
-_PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default})
+_PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten._grouped_mm.default})
 
 
 def apply_activation_checkpoint(

@@ -15,21 +15,32 @@ from torch.distributed.distributed_c10d import _get_group_size_by_name
 _ops = torch.ops._c10d_functional
 
 
+def group_size(group: str) -> int:
+    """Return how many ranks the group has."""
+    return _get_group_size_by_name(group)  # pyright: ignore[reportArgumentType]
+
+
 def all_gather(x: Tensor, group: str) -> Tensor:
     """Return the ranks' x [N, ...] one after another, [ranks*N, ...]; not differentiable."""
-    size = _get_group_size_by_name(group)  # pyright: ignore[reportArgumentType]
-    return _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), size, group))
+    return _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), group_size(group), group))
 
 
 def reduce_scatter(x: Tensor, group: str) -> Tensor:
     """Return this rank's part of the sum over ranks of x [ranks*N, ...], [N, ...]; not differentiable."""
-    size = _get_group_size_by_name(group)  # pyright: ignore[reportArgumentType]
-    return _ops.wait_tensor(_ops.reduce_scatter_tensor(x.contiguous(), "sum", size, group))
+    return _ops.wait_tensor(_ops.reduce_scatter_tensor(x.contiguous(), "sum", group_size(group), group))
 
 
 def all_reduce(x: Tensor, group: str, operation: str = "sum") -> Tensor:
     """Return the sum (or "max") over ranks of x; not differentiable."""
     return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), operation, group))
+
+
+def all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: str) -> Tensor:
+    """Return the rows that the ranks sent to this one, one rank's after another's; not differentiable.
+
+    `sent` of the rows of x [N, ...] go to each rank, `received` come from each.
+    """
+    return _ops.wait_tensor(_ops.all_to_all_single(x.contiguous(), received, sent, group))
 
 
 def _gather(x: Tensor, group: str) -> Tensor:
@@ -41,8 +52,7 @@ def _gather(x: Tensor, group: str) -> Tensor:
 
 
 def _scatter(x: Tensor, group: str) -> Tensor:
-    size = _get_group_size_by_name(group)  # pyright: ignore[reportArgumentType]
-    parts = x.unflatten(1, (size, -1)).transpose(0, 1)  # [ranks, B, T/ranks, D]
+    parts = x.unflatten(1, (group_size(group), -1)).transpose(0, 1)  # [ranks, B, T/ranks, D]
     return reduce_scatter(parts.flatten(0, 1), group)  # [B, T/ranks, D]
 
 
@@ -94,6 +104,17 @@ class _Reduce(torch.autograd.Function):
         return grad, None
 
 
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, received: Sequence[int], sent: Sequence[int], group: str) -> Tensor:
+        ctx.received, ctx.sent, ctx.group = received, sent, group
+        return all_to_all(x, received, sent, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return all_to_all(grad, ctx.sent, ctx.received, ctx.group), None, None, None
+
+
 def gather_sequence(x: Tensor, group: str) -> Tensor:
     """Return the whole sequence [B, T, D] of x [B, T/ranks, D]; gradients are summed over ranks and
     scattered.
@@ -114,3 +135,8 @@ def copy_to_ranks(x: Tensor, group: str) -> Tensor:
 def reduce_from_ranks(x: Tensor, group: str) -> Tensor:
     """Return the sum of x over ranks; the gradient, the same on all ranks, passes as it is."""
     return _Reduce.apply(x, group)
+
+
+def exchange_rows(x: Tensor, received: Sequence[int], sent: Sequence[int], group: str) -> Tensor:
+    """Return what `all_to_all` does; gradients take the way back."""
+    return _AllToAll.apply(x, received, sent, group)

@@ -3,10 +3,10 @@ well.
 
 One path serves all: a 1-axis mesh shards; a (replicate, shard) mesh shards within and replicates across; a
 (n, 1) mesh only replicates. Gradients are summed: the loss is divided by the global number of labels already.
+Experts have a mesh of their own, inside the unit of their block.
 """
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
+from minititan.models.moe import Experts, Router
 from minititan.parallelisms.tensor_parallel import BY_ROWS, style_of
 
 
@@ -28,6 +29,7 @@ def apply_fsdp(
     model: Any,
     blocks: Sequence[nn.Module],
     mesh: DeviceMesh,
+    experts_mesh: DeviceMesh,
     *,
     param_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
@@ -45,7 +47,13 @@ def apply_fsdp(
     pinned = mesh.device_type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=pinned) if cpu_offload else OffloadPolicy()
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
-    options["shard_placement_fn"] = partial(sharded_dimension, shards=mesh.size(-1))
+    options["shard_placement_fn"] = _placement_function(model, mesh, experts_mesh)
+    # Changed in place by whole tensors, and not to be cast.
+    options["ignored_params"] = {
+        module.e_score_correction_bias
+        for module in model.modules()
+        if isinstance(module, Router) and module.e_score_correction_bias is not None
+    }
     reshard = reshard_after_forward != "never"
     reshard_last = reshard_after_forward == "always"
     embedding, last = [model.embed_tokens], [model.norm, model.lm_head]
@@ -62,6 +70,49 @@ def apply_fsdp(
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # gloo has no averaging
             module.set_gradient_divide_factor(1.0)
+
+
+def _placement_function(
+    model: nn.Module, mesh: DeviceMesh, experts_mesh: DeviceMesh
+) -> Callable[[nn.Parameter], Any]:
+    """Return what tells FSDP the dimension that it shards of a parameter and, for experts, their mesh."""
+    modules = [module for module in model.modules() if isinstance(module, Experts)]
+    experts = {id(parameter) for module in modules for parameter in module.parameters()}
+    place = _on_mesh(experts_mesh) if experts and experts_mesh is not mesh else None
+
+    def placement(parameter: nn.Parameter) -> Any:
+        if id(parameter) not in experts:
+            return sharded_dimension(parameter, mesh.size(-1))
+        dimension = experts_dimension(parameter, experts_mesh.size(-1))
+        return dimension if place is None else place(dimension)
+
+    return placement
+
+
+def _on_mesh(mesh: DeviceMesh) -> Callable[[Shard], Any]:
+    """Return what makes FSDP shard a parameter over another mesh than its unit's.
+
+    torch has no public name for it (2.13).
+    """
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_common import (
+            FSDPMeshInfo,
+            HSDPMeshInfo,
+            ShardPlacementResult,
+        )
+    except ImportError as error:
+        raise RuntimeError(f"expert parallelism needs torch 2.13, this is {torch.__version__}") from error
+    info = FSDPMeshInfo(mesh, 0) if mesh.ndim == 1 else HSDPMeshInfo(mesh, 1, 0)
+    return lambda dimension: ShardPlacementResult(dimension, info)
+
+
+def experts_dimension(parameter: nn.Parameter, shards: int) -> Shard:
+    """Return the dimension of experts that FSDP shards: the first that divides, or the experts unevenly.
+
+    Experts that are spread over ranks are the same number on each, so DTensor knows uneven shards as well.
+    """
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return next((Shard(i) for i, size in enumerate(local.shape) if size % shards == 0), Shard(0))
 
 
 def sharded_dimension(parameter: nn.Parameter, shards: int) -> Shard | None:

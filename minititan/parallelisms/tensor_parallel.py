@@ -13,15 +13,16 @@ without, each rank holds all of it.
 Styles: `embedding` (rows of the vocabulary spread over ranks), `norm` (whole on each rank, feeds sharded
 modules), `column` (output features spread), `row` (input features spread, outputs summed), `replicated`
 (whole on each rank, used on the rank's own heads or features), `residual` (whole on each rank, used on the
-residual stream), `head` (rows of the vocabulary spread; applied by the loss).
+residual stream), `head` (rows of the vocabulary spread; applied by the loss). Of a mixture of experts:
+`router` (whole on each rank, used on the rank's own tokens), `experts` (`expert_parallel.py` splits them),
+`gathered` (a module of `column` and `row` parts that is fed the residual stream).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,62 +34,52 @@ from minititan.parallelisms.collectives import (
     reduce_from_ranks,
     reduce_scatter_sequence,
 )
-from minititan.parallelisms.unit import Unit
+from minititan.parallelisms.unit import Unwrap
 
-STYLES = ("embedding", "norm", "column", "row", "replicated", "residual", "head")
+STYLES = (
+    *("embedding", "norm", "column", "row", "replicated", "residual", "head"),
+    *("router", "experts", "gathered"),
+)
 BY_ROWS = ("embedding", "column", "head")  # the styles that split a parameter's first dimension
 
 
 def apply_tensor_parallel(
     model: nn.Module,
-    units: Sequence[Unit],
     mesh: DeviceMesh,
     plan: Mapping[str, str],
     *,
     sequence_parallel: bool = True,
     embedding_parallel: bool = True,
-) -> None:
-    """Shard every parameter of `model` over the one-axis `mesh` and make each unit compute on local tensors.
+) -> dict[str, Unwrap]:
+    """Shard every parameter of `model` but experts over the one-axis `mesh`; return how each is unwrapped.
 
     Raises ValueError where the plan leaves a parameter out: without a style it would get a wrong gradient.
     """
     if faults := plan_faults(model, plan):
         raise ValueError("; ".join(faults))
-    gradients = shard_parameters(model, mesh, plan, sequence_parallel, embedding_parallel)
-    for unit in units:
-        localize(unit, gradients)
-
-
-def shard_parameters(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    plan: Mapping[str, str],
-    sequence_parallel: bool,
-    embedding_parallel: bool,
-) -> dict[str, Placement]:
-    """Apply the plan; return by parameter name how one rank's gradient relates to the whole."""
     group = mesh.get_group().group_name
-    gradients: dict[str, Placement] = {}
+    unwraps: dict[str, Unwrap] = {}
     shared: dict[int, nn.Parameter] = {}  # parameters that several modules share stay shared
     module: Any
     for name, module in model.named_modules():
-        parameters = dict(module.named_parameters(recurse=False))
-        if not parameters:
-            continue
         style = style_of(name, plan)
-        assert style is not None
+        if style in (None, "experts"):
+            continue
         if style == "embedding" and not embedding_parallel:
             style = "residual"
             module.forward = partial(_embed_own_tokens, module, group, mesh, sequence_parallel)
         else:
             _set_edge(module, style, group, mesh, sequence_parallel)
-        for key, parameter in parameters.items():
-            placement, gradients[f"{name}.{key}"] = _placements(style, key, sequence_parallel)
+        for key, parameter in dict(module.named_parameters(recurse=False)).items():
+            if style == "router" and not parameter.requires_grad:
+                continue  # a bias that is no weight: the same on all ranks, and in no sum
+            placement, gradient = _placements(style, key, sequence_parallel)
+            unwraps[f"{name}.{key}"] = partial(DTensor.to_local, grad_placements=[gradient])
             if id(parameter) not in shared:
                 sharded = distribute_tensor(parameter, mesh, [placement])
                 shared[id(parameter)] = nn.Parameter(sharded, parameter.requires_grad)
             module.register_parameter(key, shared[id(parameter)])
-    return gradients
+    return unwraps
 
 
 def style_of(name: str, plan: Mapping[str, str]) -> str | None:
@@ -125,7 +116,7 @@ def _placements(style: str, key: str, sequence_parallel: bool) -> tuple[Placemen
         return Shard(1), Shard(1)
     # Whole on each rank. Each sees a part of the sequence, or of the heads, and so a part of the gradient,
     # unless all of them see the whole residual stream.
-    return Replicate(), Partial() if sequence_parallel or style == "replicated" else Replicate()
+    return Replicate(), Partial() if sequence_parallel or style in ("replicated", "router") else Replicate()
 
 
 def _set_edge(module: Any, style: str, group: str, mesh: DeviceMesh, sequence_parallel: bool) -> None:
@@ -133,6 +124,8 @@ def _set_edge(module: Any, style: str, group: str, mesh: DeviceMesh, sequence_pa
     leave = reduce_scatter_sequence if sequence_parallel else reduce_from_ranks
     if style == "norm":
         module.forward = partial(_norm, module.forward, enter, group)
+    elif style == "gathered":
+        module.forward = partial(_gathered, module.forward, enter, group)
     elif style == "row":
         module.forward = partial(_row, module, leave, group)
     elif style == "embedding":
@@ -141,6 +134,12 @@ def _set_edge(module: Any, style: str, group: str, mesh: DeviceMesh, sequence_pa
 
 def _norm(forward: Callable[[Tensor], Tensor], enter: Callable[[Tensor, str], Tensor], group: str, x: Tensor):
     return enter(forward(x), group)
+
+
+def _gathered(
+    forward: Callable[[Tensor], Any], enter: Callable[[Tensor, str], Tensor], group: str, x: Tensor
+) -> Any:
+    return forward(enter(x, group))
 
 
 def _row(module: nn.Linear, leave: Callable[[Tensor, str], Tensor], group: str, x: Tensor) -> Tensor:
@@ -168,26 +167,3 @@ def _embed_own_tokens(
 def first_row(rows: int, mesh: DeviceMesh) -> int:
     """Return the global index of this rank's first row of a parameter that is sharded along dimension 0."""
     return min(rows, -(-rows // mesh.size()) * mesh.get_local_rank())
-
-
-def localize(unit: Unit, gradients: Mapping[str, Placement]) -> None:
-    """Make the unit compute on the local tensors of its parameters, unwrapped anew in each forward.
-
-    Gradients flow back to the DTensors with the placement that `apply_tensor_parallel` returned for each.
-    """
-    module = unit.module
-    own = {name: [gradients[f"{unit.name}.{name}"]] for name, _ in module.named_parameters()}
-    # A second view of the module with hooks of its own: sharing them would run FSDP's hooks twice.
-    view = object.__new__(type(module))
-    view.__dict__.update(module.__dict__)
-    for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-        view.__dict__[hooks] = type(module.__dict__[hooks])()
-
-    def compute(parameters: dict[str, Tensor], *inputs: Any) -> Any:
-        return torch.func.functional_call(view, parameters, inputs)
-
-    def parameters() -> tuple[dict[str, Tensor]]:
-        named = module.named_parameters()
-        return ({name: p.to_local(grad_placements=own[name]) for name, p in named if isinstance(p, DTensor)},)
-
-    unit.compute, unit.first_inputs = compute, parameters

@@ -66,6 +66,8 @@ class Degrees:
     replicate: int = 1
     shard: int = 1
     tp: int = 1
+    ep: int = 1
+    etp: int = 1
 
     @property
     def dp(self) -> int:
@@ -80,6 +82,8 @@ class Degrees:
             "parallelism.data_parallel_replicate_degree": str(self.replicate),
             "parallelism.data_parallel_shard_degree": str(self.shard),
             "parallelism.tensor_parallel_degree": str(self.tp),
+            "parallelism.expert_parallel_degree": str(self.ep),
+            "parallelism.expert_tensor_parallel_degree": str(self.etp),
             "training.local_batch_size": str(GLOBAL_BATCH // self.dp // accumulation),
         }
 
@@ -332,6 +336,69 @@ SAMPLED = (
     _row("hsdp2x2", "pack", same=DOCUMENTS | {"data.samples": "pack"}),
     _row("dp2-tp2", "pad ac-full", FACTORS["checkpointing"]["ac-full"], DOCUMENTS | {"data.samples": "pad"}),
     _row("dp4", "growing batch", same={"training.global_batch_size_schedule": "[{step = 4, size = 64}]"}),
+)
+
+# Mixtures of experts: one with a balancing loss; one with groups, shared experts and a bias, its first layer
+# dense; and that of gpt-oss, whose experts have biases.
+MOE: Overrides = {
+    "model.name": "qwen3",
+    "model.flavor": "debugmodel_moe",
+    "model.args.moe_intermediate_size": "32",
+    "model.args.router_aux_loss_coef": "0.01",
+    "model.args.router_z_loss_coef": "0.001",
+}
+BIASED: Overrides = MOE | {
+    "model.args.num_hidden_layers": "3",
+    "model.args.first_k_dense_replace": "1",
+    "model.args.n_shared_experts": "2",
+    "model.args.scoring_func": "sigmoid",
+    "model.args.routed_scaling_factor": "2.5",
+    "model.args.n_group": "4",
+    "model.args.topk_group": "2",
+    "model.args.score_correction": "true",
+    "model.args.router_bias_update_speed": "0.001",
+}
+BY_BATCH: Overrides = MOE | {"model.args.router_aux_loss_scope": "batch"}
+
+EXPERT_LAYOUTS = {
+    "dp2-ep2": Degrees(shard=2, ep=2),
+    "dp4-ep2": Degrees(shard=4, ep=2),
+    "dp4-ep4": Degrees(shard=4, ep=4),
+    "dp8-ep4": Degrees(shard=8, ep=4),
+    "tp2-ep2": Degrees(tp=2, ep=2),
+    "tp4-ep2": Degrees(tp=4, ep=2),
+    "dp2-tp2-ep2": Degrees(shard=2, tp=2, ep=2),
+    "dp2-tp2-ep4": Degrees(shard=2, tp=2, ep=4),
+    "dp2-tp2-ep2-etp2": Degrees(shard=2, tp=2, ep=2, etp=2),
+    "dp4-tp2-ep2-etp2": Degrees(shard=4, tp=2, ep=2, etp=2),
+    "hsdp2x2-ep2": Degrees(replicate=2, shard=2, ep=2),
+    "hsdp2x4-ep2": Degrees(replicate=2, shard=4, ep=2),
+    "hsdp2x2-tp2-ep2": Degrees(replicate=2, shard=2, tp=2, ep=2),
+    "hsdp2x2-tp2-ep2-etp2": Degrees(replicate=2, shard=2, tp=2, ep=2, etp=2),
+}
+
+
+def _experts(
+    layout: str,
+    name: str = "",
+    overrides: Overrides | None = None,
+    same: Overrides = MOE,
+    accumulation: int = 1,
+) -> Row:
+    """A row of a mixture of experts, which clips like the others."""
+    degrees = (LAYOUTS | EXPERT_LAYOUTS)[layout]
+    words = " ".join(word for word in (layout, "moe", name) if word)
+    keys = degrees.overrides(accumulation) | (overrides or {})
+    return Row(words, degrees.ranks, keys, same | SAME["clipping"][""])
+
+
+AC_FULL, AC_OP = FACTORS["checkpointing"]["ac-full"], FACTORS["checkpointing"]["ac-op"]
+EXPERTS = (
+    *(_experts(layout) for layout in ("dp2", "tp2", "hsdp2x2-tp2", *EXPERT_LAYOUTS)),
+    *(
+        _experts(layout, "biased", same=BIASED)
+        for layout in ("dp2", "tp2", "dp2-tp2", "dp4-ep2", "dp2-tp2-ep4", "dp2-tp2-ep2-etp2", "hsdp2x2-ep2")
+    ),
 )
 
 EXTRAS = (*BUDGETED, *OFFLOADED, *SAMPLED, *ODD_SIZES, *IN_FLOAT32, *CHECKPOINTED, *COMPILED_IN_FLOAT32)

@@ -1,0 +1,107 @@
+"""What the routers of a model did in a step, summed over all ranks, and what follows from it.
+
+The sums are taken once a step, where a correction bias needs them or the step is logged; micro-batches have
+been added up on each rank by then. Models without a `RoutingRecord` are left alone.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from minititan.models.moe import Router, Routing, RoutingRecord
+
+
+@dataclass(frozen=True)
+class LayerLoad:
+    """A layer's routing in one step."""
+
+    load: float  # tokens of the busiest expert over the mean
+    entropy: float  # of the probabilities of a token's experts, in nats; the mean over tokens
+    dead_experts: int  # that no token chose
+    dropped_tokens: int  # choices that reached no expert
+
+
+@dataclass(frozen=True)
+class StepRouting:
+    """The routing of one step in the layers that have experts, over the whole batch."""
+
+    auxiliary_loss: float  # all of them times their coefficients; in the gradients, not in the loss
+    layers: Mapping[str, LayerLoad]
+
+
+class StepRouters:
+    """The routers of a model from step to step; every rank must call its methods.
+
+    `groups`: the ranks of all groups together have different tokens of a step, each token once.
+    """
+
+    def __init__(self, model: Any, groups: Sequence[dist.ProcessGroup]) -> None:
+        self.record = getattr(model, "routing", None)
+        self.groups = groups
+        self.routers: dict[str, Router] = {
+            name: module
+            for name, block in model.layers.named_children()
+            for module in block.modules()
+            if isinstance(module, Router)
+        }
+        self._sums: dict[str, Routing] | None = None
+
+    def begin(self, loss_weight: float) -> None:
+        """Begin a step in which the auxiliary losses of a sequence count `loss_weight`."""
+        self._sums = None
+        if isinstance(self.record, RoutingRecord):
+            self.record.clear()
+            self.record.loss_weight = loss_weight
+
+    @torch.no_grad()
+    def correct(self) -> None:
+        """Move the correction biases, in place: down for experts of more tokens than the mean, else up
+        (arXiv:2408.15664).
+        """
+        for name, router in self.routers.items():
+            bias: Any = router.e_score_correction_bias
+            if bias is not None and router.correction_speed:
+                counts = self.sums()[name].counts.double()
+                step = (counts.mean() - counts).sign() * router.correction_speed
+                local = bias.to_local() if isinstance(bias, DTensor) else bias
+                local += step.to(local.device, local.dtype)
+
+    def result(self, sequences: int, tokens: int) -> StepRouting | None:
+        """Return what was done in a step of so many sequences and tokens; None without a router."""
+        if not self.sums():
+            return None
+        layers = {name: _load(self.routers[name], sums, tokens) for name, sums in self.sums().items()}
+        return StepRouting(sum(sums.loss.item() for sums in self.sums().values()) / sequences, layers)
+
+    def sums(self) -> dict[str, Routing]:
+        """Return the step's routing by layer, over all ranks."""
+        if self._sums is None:
+            layers = self.record.layers if isinstance(self.record, RoutingRecord) else {}
+            self._sums = dict(zip(layers, _summed([*layers.values()], self.groups), strict=True))
+        return self._sums
+
+
+def _summed(layers: Sequence[Routing], groups: Sequence[dist.ProcessGroup]) -> list[Routing]:
+    """Add up over ranks, in one tensor of float64, in which counts are exact."""
+    if not layers:
+        return []
+    flat = [torch.cat([x.double().flatten() for x in routing]) for routing in layers]
+    total = torch.cat(flat)
+    for group in groups:
+        dist.all_reduce(total, group=group)
+    return [Routing(part[:-2], part[-2], part[-1]) for part in total.split([len(x) for x in flat])]
+
+
+def _load(router: Router, sums: Routing, tokens: int) -> LayerLoad:
+    counts: Tensor = sums.counts
+    return LayerLoad(
+        load=(counts.max() / counts.mean()).item(),
+        entropy=sums.entropy.item() / tokens,
+        dead_experts=int((counts == 0).sum()),
+        dropped_tokens=tokens * router.top_k - int(counts.sum()),
+    )
