@@ -63,10 +63,12 @@ class StepRouters:
         """Move the correction biases, in place: down for experts of more tokens than the mean, else up
         (arXiv:2408.15664).
         """
-        for name, router in self.routers.items():
+        if not any(router.correction_speed for router in self.routers.values()):
+            return
+        for name, sums in self.sums().items():
+            router, counts = self.routers[name], sums.counts
             bias: Any = router.e_score_correction_bias
-            if bias is not None and router.correction_speed:
-                counts = self.sums()[name].counts.double()
+            if bias is not None:
                 step = (counts.mean() - counts).sign() * router.correction_speed
                 local = bias.to_local() if isinstance(bias, DTensor) else bias
                 local += step.to(local.device, local.dtype)
@@ -79,7 +81,7 @@ class StepRouters:
         return StepRouting(sum(sums.loss.item() for sums in self.sums().values()) / sequences, layers)
 
     def sums(self) -> dict[str, Routing]:
-        """Return the step's routing by layer, over all ranks."""
+        """Return the step's routing by layer over all ranks, in float64."""
         if self._sums is None:
             layers = self.record.layers if isinstance(self.record, RoutingRecord) else {}
             self._sums = dict(zip(layers, _summed([*layers.values()], self.groups), strict=True))

@@ -165,6 +165,6 @@ def test_biases_of_experts_are_no_matrices():
     assert [rule.name for rule in rules_of(named, name="Muon", lr=1.0, weight_decay=0.1).values()] == [
         "AdamW"
     ]
+    groups = [ParamGroup("*", name="Muon")]
     with pytest.raises(ConfigError, match="Muon is for matrices"):
-        groups = [ParamGroup("*", name="Muon")]
         rules_of(named, name="AdamW", lr=1.0, weight_decay=0.1, param_groups=groups)
