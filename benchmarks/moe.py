@@ -15,7 +15,7 @@ from torch import Tensor
 from minititan.models import moe
 from minititan.models.feed_forward import FeedForward
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in (*moe.GROUPED, torch.float64)}
 
 
 def seconds(compute: Callable[[], Tensor], device: str, budget: float) -> float:
@@ -64,6 +64,7 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--top_k", type=int, default=4)
     parser.add_argument("--budget", type=float, default=2.0, help="seconds for each number")
+    parser.add_argument("--dtypes", nargs="*", default=list(NAMES), choices=NAMES)
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     print(
@@ -71,7 +72,7 @@ def main() -> None:
         f"width {options.hidden}, on {device}, {torch.get_num_threads()} threads; milliseconds"
     )
     print("| dtype | even: loop | even: operator | few: loop | few: operator | dense |\n|" + "---|" * 6)
-    for dtype in DTYPES:
+    for dtype in (NAMES[name] for name in options.dtypes):
         cells = [f"{value:.1f}" for value in measure(options, dtype, device)]
         if dtype not in moe.GROUPED:
             cells[1] = cells[3] = "no operator"
