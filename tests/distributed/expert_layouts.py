@@ -94,7 +94,6 @@ EXPERTS = (
     experts_row("tp2-ep2", "deepseek aot-eager ac-op acc2", AOT_EAGER | AC_OP, DEEPSEEK, accumulation=2),
     experts_row("dp2-tp2-ep2", "by-batch", same=BY_BATCH),
     experts_row("dp2-ep2", "offload", OFFLOAD),
-    experts_row("dp4-ep2", "Muon", same=MOE | {"optimizer.name": "Muon"}),
     experts_row("dp4-ep2", "documents", same=MOE | DOCUMENTS),
     experts_row("dp2-tp2-ep2", "float32", same=MOE | FLOAT32),
     with_batch("dp6-ep2", "moe experts-4", Degrees(shard=6, ep=2), 2).with_("", same=FOUR_EXPERTS),
