@@ -1,8 +1,8 @@
 """What only a GPU can show, in one command for a machine that has one: `python tests/gpu_check.py`.
 
 Each case trains 10 steps on the machine's GPUs and compares every loss with the same steps on one CPU
-process; one case stops and resumes. Prints a line a case and ends with 1 if one failed. `--on-cpu` runs the
-same cases without a GPU, to try the script itself.
+process; one case stops and resumes. Then the kernels of attention, each by itself. Prints a line a case and
+ends with 1 if one failed. `--on-cpu` runs the same cases without a GPU, to try the script itself.
 """
 
 import json
@@ -10,9 +10,12 @@ import os
 import subprocess
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 
 import torch
+
+from minititan.models.masks import attend, causal_mask
 
 BASE = {
     "training.steps": "10",
@@ -77,6 +80,37 @@ def resumed(folder: Path, processes: int, on_cpu: bool) -> list[float]:
     return losses(folder, saving, processes, on_cpu)
 
 
+def attention(window: int | None, documents: bool, sinks: bool, dtype: torch.dtype, device: str) -> float:
+    """The largest relative difference of output and gradients from float64, which has other kernels."""
+    length, width, place = 512, 64, torch.device(device)
+    generator = torch.Generator(device).manual_seed(0)
+    shapes = ((2, 8, length, width), (2, 4, length, width), (2, 4, length, width), (8,))
+    values = [torch.randn(shape, generator=generator, device=device) for shape in shapes[: 3 + sinks]]
+    ids = (torch.arange(length, device=device) // 100).expand(2, -1) if documents else None
+    results: list[list[torch.Tensor]] = []
+    for kind in (torch.float64, dtype):
+        leaves = [value.to(dtype).to(kind).requires_grad_() for value in values]
+        q, k, v, *rest = leaves
+        mask = causal_mask(length, window, ids, width, kind, place)
+        out = attend(q, k, v, mask, None, rest[0] if rest else None)
+        gradients = torch.autograd.grad(out.double().square().sum(), leaves)
+        results.append([x.double() for x in (out, *gradients)])
+    return max(((a - b).norm() / a.norm()).item() for a, b in zip(*results, strict=True))
+
+
+def check_attention(device: str) -> int:
+    """Print a line a kind of attention; return how many failed."""
+    failed = 0
+    bounds = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+    for dtype, window, documents, sinks in product(bounds, (None, 100), (False, True), (False, True)):
+        worst, bound = attention(window, documents, sinks, dtype, device), bounds[dtype]
+        title = f"attention, {dtype}, window {window}, documents {documents}, sinks {sinks}"
+        verdict = "ok" if worst <= bound else "FAILED"
+        print(f"{verdict:6}  {title}: largest relative difference {worst:.1e}, allowed {bound:.0e}")
+        failed += not worst <= bound
+    return failed
+
+
 def main() -> int:
     on_cpu = "--on-cpu" in sys.argv
     processes = 2 if on_cpu else torch.cuda.device_count()
@@ -104,6 +138,7 @@ def main() -> int:
             except (RuntimeError, ValueError) as error:
                 print(f"FAILED  {title}: {error}")
                 failed += 1
+    failed += check_attention("cpu" if on_cpu else "cuda")
     return int(failed > 0)
 
 

@@ -85,7 +85,7 @@ FLAVORS = {
         num_experts=8,
         num_experts_per_tok=2,
         moe_intermediate_size=128,
-        router_aux_loss_coef=0.001,
+        router_aux_loss_coef=0.02,
     ),
     "20b": _published(24, 32),
     "120b": _published(36, 128),
