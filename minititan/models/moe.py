@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+GROUPED = (torch.bfloat16, torch.float16, torch.float32)  # the dtypes of `grouped_mm`
 TINY = 1e-20  # added to sums of scores: sigmoids may all be zero
 
 
@@ -227,13 +228,10 @@ def grouped_product(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     By one operator where it has the dtype and rows are a multiple of 16 bytes long, by a loop elsewhere.
     """
     sizes = (rows.shape[1] * rows.itemsize, weights.shape[2] * weights.itemsize)
-    if rows.dtype in _GROUPED and not any(size % 16 for size in sizes):
+    if rows.dtype in GROUPED and not any(size % 16 for size in sizes):
         return F.grouped_mm(rows, weights, offs=counts.cumsum(0, dtype=torch.int32))
     parts = rows.split(counts.tolist())
     return torch.cat([part @ weight for part, weight in zip(parts, weights.unbind(), strict=True)])
-
-
-_GROUPED = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _by_row(bias: Tensor, counts: Tensor, rows: Tensor) -> Tensor:
