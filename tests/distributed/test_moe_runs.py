@@ -137,6 +137,8 @@ KINDS: dict[str, Overrides] = {
     "plain": ONE_STEP,
     "without": ONE_STEP | {"model.args.router_aux_loss_coef": "0.0", "model.args.router_z_loss_coef": "0.0"},
     "float16": ONE_STEP | HALF,
+    "bfloat16": ONE_STEP | {"training.dtype": "bfloat16", "training.mixed_precision_param": "bfloat16"},
+    "forced": ONE_STEP | {"debug.moe_force_load_balance": "true"},
     "overflow": ONE_STEP | HALF | {"training.loss_scale_init": "1e12"},
 }
 
@@ -153,3 +155,6 @@ def test_auxiliary_losses_are_trained_apart_from_the_loss_and_scaled_with_it(tmp
     assert (plain - half).norm() < 0.02 * plain.norm()
     assert records["overflow"]["skipped_steps"] == 1  # and nothing is moved
     assert not found["overflow"][f"model.{BIAS}"].any() and found["float16"][f"model.{BIAS}"].any()
+    pure = found["bfloat16"][f"model.{BIAS}"]
+    assert pure.dtype == torch.float32 and pure.abs().max() == torch.tensor(0.01)
+    assert {layer["load"] for layer in records["forced"]["routing"]["layers"].values()} == {1.0}
