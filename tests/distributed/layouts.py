@@ -261,10 +261,11 @@ TIED = SAME["tied"]["tied"]
 OFFLOAD: Overrides = {"training.enable_cpu_offload": "true"}
 ADAM: Overrides = {"optimizer.name": "Adam"}
 VOCABULARY_265: Overrides = {"model.args.vocab_size": "265"}
+LICENSE = str(Path(__file__).parent / "five_ids" / "license.txt")
 # A tokenizer of five characters: on more ranks than rows, the last have none at all.
 FIVE_IDS: Overrides = {
     "model.hf_assets_path": str(Path(__file__).parent / "five_ids"),
-    "training.dataset_path": str(Path(__file__).parent / "five_ids" / "license.txt"),
+    "training.dataset_path": LICENSE,
     "data.add_eos": "false",
 }
 WIDTH_91: Overrides = {"model.args.intermediate_size": "91"}
@@ -276,7 +277,11 @@ TWO_OF_SIX: Overrides = {
 }
 LENGTH_17: Overrides = {"training.seq_len": "17"}
 # Each line is a document, so that many end within a window.
-DOCUMENTS: Overrides = {"data.document_mask": "true", "data.txt_lines": "true"}
+DOCUMENTS: Overrides = {
+    "training.dataset_path": LICENSE,
+    "data.document_mask": "true",
+    "data.txt_lines": "true",
+}
 # Kinds of attention, with dense feed-forwards.
 DENSE: Overrides = {
     "model.args.num_experts": "0",
