@@ -62,6 +62,13 @@ def export_command(argv: Sequence[str]) -> int:
     return export_command(argv)
 
 
+def generate_command(argv: Sequence[str]) -> int:
+    """Writes text with a model."""
+    from minititan.generate import main as generate
+
+    return generate(argv)
+
+
 def checkpoint_command(argv: Sequence[str]) -> int:
     """Looks at checkpoints, and thins them out."""
     from minititan.commands.checkpoint import checkpoint_command
@@ -82,11 +89,12 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "prepare": (prepare_command, "make text into tokens for training, once"),
     "data": (data_command, "ls, verify, head: what prepared data holds, whether it is whole, how it reads"),
     "train": (train_command, "train in one process (several: torchrun -m minititan.train)"),
+    "generate": (generate_command, "continue a text (on several processes: torchrun -m minititan.generate)"),
     "import": (import_command, "make a run that trains on from weights in Hugging Face's form"),
     "export": (export_command, "write a checkpoint in Hugging Face's form"),
     "checkpoint": (checkpoint_command, "ls, show, verify, diff, prune, convert checkpoints"),
 }
-OWN_HELP = ("models", "prepare", "data", "import", "export", "checkpoint")
+OWN_HELP = ("models", "prepare", "data", "generate", "import", "export", "checkpoint")
 """Commands that take no keys of the file, and have a help of their own."""
 
 

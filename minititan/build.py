@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from minititan import data
 from minititan.config import Config
@@ -32,10 +33,7 @@ def model_of(run: Run, meshes: Meshes, device: torch.device) -> Any:
     compiled = config.compile.enable and "loss" in config.compile.components
     shard = None
     if meshes.tp is not None:
-        vocab_size = model.lm_head.out_features
-        rows, first = -(-vocab_size // meshes.tp.size()), first_row(vocab_size, meshes.tp)
-        group = meshes.tp.get_group().group_name
-        shard = VocabularyShard(group, rows, first, not config.parallelism.disable_loss_parallel)
+        shard = vocabulary_shard(model, meshes.tp, parallel=not config.parallelism.disable_loss_parallel)
     for module in model.modules():
         if isinstance(module, Router):
             module.forced = config.debug.moe_force_load_balance
@@ -48,6 +46,13 @@ def model_of(run: Run, meshes: Meshes, device: torch.device) -> Any:
         config.debug.seed or 0,
     )
     return model
+
+
+def vocabulary_shard(model: Any, tp: DeviceMesh, *, parallel: bool) -> VocabularyShard:
+    """Return this rank's part of the vocabulary."""
+    vocab_size = model.lm_head.out_features
+    rows, first = -(-vocab_size // tp.size()), first_row(vocab_size, tp)
+    return VocabularyShard(tp.get_group().group_name, rows, first, parallel)
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:

@@ -38,7 +38,7 @@ def run_import(folder: Path, *words: str) -> int:
         ("qwen3", "experts", "debugmodel_moe"),
         ("mixtral", "experts", "8x22B"),  # by the coefficient of the loss
         ("deepseek_v3", "softmax, groups", "debugmodel"),
-        ("gpt_oss", "experts", "debugmodel"),
+        ("gpt_oss", "experts", "20b"),
     ],
 )
 def test_the_family_of_files_is_recognised(tmp_path, family, variant, flavor):

@@ -14,9 +14,19 @@ LEVELS = [
     {"config"},
     {"models", "distributed", "faults", "run_status", "signals"},
     {"checkpoint", "data", "optimizer", "loss", "metrics", "sinks", "profiling", "registry", "parallelisms"}
-    | {"gradients", "guard", "routing", "hugging_face", "init", "loss_scale", "muon", "step_requests"},
+    | {
+        "gradients",
+        "guard",
+        "decoding",
+        "routing",
+        "hugging_face",
+        "init",
+        "loss_scale",
+        "muon",
+        "step_requests",
+    },
     {"train", "build", "commands", "run", "report", "resume", "saving", "validate", "generate", "plan"}
-    | {"prepare", "inspect_data"},
+    | {"prepare", "inspect_data", "model_source"},
     {"__main__"},
 ]
 LEVEL = {unit: level for level, units in enumerate(LEVELS) for unit in units}

@@ -28,7 +28,7 @@ def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["conf"]) == 2
     assert capsys.readouterr().err == (
         "command line: conf: no such command; nearest: config; "
-        "commands: config, models, prepare, data, train, import, export, checkpoint\n"
+        "commands: config, models, prepare, data, train, generate, import, export, checkpoint\n"
     )
 
 

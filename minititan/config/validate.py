@@ -92,6 +92,13 @@ def _head_counts(args: Any) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count}
 
 
+def undivided_heads(args: Any, tp: int) -> list[str]:
+    """The rule, with its way out, for heads that a tensor-parallel degree does not divide."""
+    undivided = [f"{name} ({count})" for name, count in _head_counts(args).items() if count % tp]
+    # Fewer kv heads than heads: dividing the last is the sharper rule.
+    return [f"must divide {undivided[-1]}; {_listed(_allowed_tp(args))}"] if undivided else []
+
+
 def _allowed_tp(args: Any, limit: int | None = None) -> list[int]:
     """Degrees that divide every head count and, where it is given, `limit`."""
     counts = [*_head_counts(args).values(), *([limit] if limit else [])]
@@ -137,9 +144,7 @@ def _tensor_parallel_faults(config: Config, args: Any, has_plan: bool) -> list[s
     if not has_plan:
         rule = f'the model "{config.model.name}" has no tensor-parallel plan'
         faults.append(config.fault(TP, rule, "give its spec one, or use 1"))
-    undivided = [f"{name} ({count})" for name, count in _head_counts(args).items() if count % tp]
-    if undivided:  # fewer kv heads than heads: dividing the last is the sharper rule
-        faults.append(config.fault(TP, f"must divide {undivided[-1]}", _listed(_allowed_tp(args))))
+    faults += [config.fault(TP, rule) for rule in undivided_heads(args, tp)]
     if config.parallelism.disable_embedding_parallel and getattr(args, "tie_word_embeddings", False):
         rule = "a tied embedding and head are split together under tensor parallelism"
         faults.append(

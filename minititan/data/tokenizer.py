@@ -21,12 +21,15 @@ KEY = "model.hf_assets_path"
 
 
 class Tokenizer(Protocol):
-    """`vocab_size` covers the largest id that `encode_batch` may give; `path` is its file, "" for none."""
+    """`vocab_size` covers the largest id that `encode_batch` may give; `path` is its file, "" for none;
+    `adds_bos`: its own rule for a text, which `encode_batch` leaves out, begins with the bos token.
+    """
 
     path: str
     vocab_size: int
     bos_id: int | None
     eos_id: int | None
+    adds_bos: bool
     fingerprint: str
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[Sequence[int] | np.ndarray]: ...
@@ -41,6 +44,7 @@ class ByteTokenizer:
     vocab_size = 264
     bos_id: int | None = 256
     eos_id: int | None = 257
+    adds_bos = False
     fingerprint = sha256(b"minititan bytes 1").hexdigest()
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -74,6 +78,7 @@ class FileTokenizer:
         self.vocab_size = max(vocabulary.values()) + 1
         self.bos_id = self._special("bos", file, fault)
         self.eos_id = self._special("eos", file, fault)
+        self.adds_bos = self.bos_id is not None and self._tokenizer.encode("").ids[:1] == [self.bos_id]
         specials = json.dumps([self.bos_id, self.eos_id]).encode()
         self.fingerprint = sha256(sha256(content).digest() + specials).hexdigest()
 

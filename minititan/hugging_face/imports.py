@@ -65,7 +65,7 @@ def import_model(source: Path, words: Sequence[str], say: Callable[[str], None])
     )
     files = open_files(source)
     imported = read_json(source / CONFIG) if source.is_dir() else None
-    table = _named(source, given) if imported is None else _described(source / CONFIG, imported, given)
+    table = _named(source, given) if imported is None else described(source / CONFIG, imported, given)
     assets = _assets(source, given)
     if assets is None:
         say(
@@ -109,7 +109,7 @@ def _named(source: Path, given: Table) -> Table:
     return {key: given[key] for key in ("model.name", "model.flavor")}
 
 
-def _described(where: Path, imported: Mapping[str, Any], given: Table) -> Table:
+def described(where: Path, imported: Mapping[str, Any], given: Table) -> Table:
     """The model that a `config.json` describes: a family, its nearest flavor, and all arguments."""
     check_not_quantised(imported, where)
     forms = {name: spec.hugging_face for name, spec in registry.families().items() if spec.hugging_face}

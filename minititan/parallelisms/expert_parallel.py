@@ -29,17 +29,20 @@ from minititan.parallelisms.collectives import (
 from minititan.parallelisms.unit import Unwrap
 
 
-def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> dict[str, Unwrap]:
+def apply_expert_parallel(
+    model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool = True
+) -> dict[str, Unwrap]:
     """Spread the experts of `model` over the mesh, with the axis `ep` or one of tensor parallelism or both.
 
-    Returns how each parameter of experts is unwrapped.
+    Returns how each parameter of experts is unwrapped. Without `sequence_parallel` all ranks of the axis of
+    tensor parallelism have the same tokens; gradients would be wrong then.
     """
     unwraps: dict[str, Unwrap] = {}
     for name, module in model.named_modules():
         if isinstance(module, Experts):
             found = _spread_parameters(module, mesh)
             unwraps |= {f"{name}.{key}": unwrap for key, unwrap in found.items()}
-            _set_edges(module, mesh)
+            _set_edges(module, mesh, _gathered if sequence_parallel else _summed)
     return unwraps
 
 
@@ -97,13 +100,13 @@ def _unwrapped(parameter: DTensor, gradients: list[Placement], share: int) -> Te
     return local / share if share > 1 else local
 
 
-def _set_edges(experts: Experts, mesh: DeviceMesh) -> None:
+def _set_edges(experts: Experts, mesh: DeviceMesh, in_parts: Callable[..., Tensor]) -> None:
     for name in mesh.mesh_dim_names or ():
         group = mesh.get_group(name).group_name
         if name == "ep":
             experts.exchange = partial(_exchange, group=group)
         else:
-            experts.forward = partial(_gathered, experts.forward, group)
+            experts.forward = partial(in_parts, experts.forward, group)
 
 
 def _gathered(
@@ -113,6 +116,11 @@ def _gathered(
     x, weights = (gather_sequence(rows.unsqueeze(0), group).squeeze(0) for rows in (x, weights))
     out = forward(x, weights, all_gather(indices, group), all_reduce(counts, group))
     return reduce_scatter_sequence(out.unsqueeze(0), group).squeeze(0)
+
+
+def _summed(forward: Callable[..., Tensor], group: str, *inputs: Tensor) -> Tensor:
+    """The same on tokens that all ranks of the group have."""
+    return all_reduce(forward(*inputs), group)
 
 
 def _exchange(

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minititan.models import decoder
+from minititan.models import counts, decoder
 from minititan.models.arguments import DecoderArgs
 from minititan.models.attention import KeyValueCache
 from minititan.registry import ModelSpec, register
@@ -43,7 +43,7 @@ register(
         flavors={"small": DecoderArgs(64, 2, 8, 4, intermediate_size=96)},
         build=Model,
         init_=decoder.init_parameter,
-        flops_per_token=decoder.flops_per_token,
+        flops_per_token=counts.flops_per_token,
         tensor_parallel_plan=decoder.tensor_parallel_plan,
     ),
 )

@@ -275,7 +275,8 @@ TWO_OF_SIX: Overrides = {
     "model.args.head_dim": "10",
 }
 LENGTH_17: Overrides = {"training.seq_len": "17"}
-DOCUMENTS: Overrides = {"data.document_mask": "true"}
+# Each line is a document, so that many end within a window.
+DOCUMENTS: Overrides = {"data.document_mask": "true", "data.txt_lines": "true"}
 # Kinds of attention, with dense feed-forwards.
 DENSE: Overrides = {
     "model.args.num_experts": "0",

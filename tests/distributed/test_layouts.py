@@ -7,6 +7,7 @@ import pytest
 
 from tests.distributed.expert_layouts import EXPERTS, QUICK_EXPERTS
 from tests.distributed.layouts import (
+    DOCUMENTS,
     SAME,
     Row,
     all_pairs,
@@ -56,3 +57,11 @@ def test_another_run_is_seen(reference) -> None:
     row = row_of({"layout": "one"})
     found = differences(reference(row.with_("", same=SAME["clipping"]["no-clip"])), reference(row))
     assert set(too_large(row, found)) == {"loss", "grad_norm", "parameters", "exp_avg", "exp_avg_sq"}
+
+
+def test_rows_with_document_masks_have_documents_that_end_within_a_window(reference) -> None:
+    row = row_of({"layout": "one"})
+    masked, plain = (
+        reference(row.with_("", same=DOCUMENTS | more)) for more in ({}, {"data.document_mask": "false"})
+    )
+    assert abs(masked.steps[-1]["loss"] - plain.steps[-1]["loss"]) > 1e-3
