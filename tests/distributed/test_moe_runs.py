@@ -1,9 +1,9 @@
 """Runs of a model with experts: what balances them on several ranks, over a restart, beside validation, in
 float16.
 
-Cases that users of other trainers reported are here and in test_moe.py (an expert without a token, all tokens
-to one, recomputation that routes differently) and test_routing.py (a bias that is replaced, not changed in
-place; a range of layers without experts; tokens that are dropped).
+Cases that users of other trainers reported are here, in test_moe.py (an expert without a token, all tokens to
+one), test_moe_decoder.py (recomputation that routes differently) and test_routing.py (a bias that is
+replaced, not changed in place; a range of layers without experts; tokens that are dropped).
 """
 
 import contextlib
