@@ -27,8 +27,8 @@ def apply_compile(unit: Unit, backend: str) -> None:
 def _compiled(forward: Callable[..., Any], module: nn.Module, backend: str) -> Callable[..., Any]:
     """Return `forward` compiled as one graph.
 
-    What the compiler has made, and its limit (8), are by code object. Layers alike share it, but not where a
-    parallelism has set a forward of their own: nine layers with tensor parallelism were too many (torch 2.13).
+    What the compiler has made, and its limit (8), are by code object. Equal layers share it, but not where a
+    parallelism gave them a forward of their own: nine layers with tensor parallelism were too many (2.13).
     """
     if not ismethod(forward) or any("forward" in vars(part) for part in module.modules()):
         forward = _with_own_code(forward)
