@@ -162,7 +162,7 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=1.0)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="on the disk to be measured; default: a temporary one")
-    parser.add_argument("--json", type=Path, default=Path("checkpoint_benchmark.json"))
+    parser.add_argument("--json", type=Path, default=Path("outputs/checkpoint_benchmark.json"))
     options = parser.parse_args()
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -173,6 +173,7 @@ def main() -> None:
         for _ in range(options.repeats):
             bench.once()
     results = report(bench, sum(tensor.nbytes for tensor in tensors.values()))
+    options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(results, indent=1) + "\n")
     dist.destroy_process_group()
 

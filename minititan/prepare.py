@@ -19,7 +19,13 @@ from minititan.data.sources import source_at
 from minititan.data.tokenizer import build_tokenizer
 
 WHERE = "command line"
-OPTIONS = {"data.add_bos": "--add_bos", "data.add_eos": "--add_eos", "model.hf_assets_path": "--tokenizer"}
+# What the config calls its options.
+OPTIONS = {
+    "data.add_bos": "--add_bos",
+    "data.add_eos": "--add_eos",
+    "data.text_key": "--text_key",
+    "model.hf_assets_path": "--tokenizer",
+}
 DESCRIPTION = """\
 Makes text into tokens, once, so that any number of runs can train on them:
 
@@ -115,11 +121,30 @@ def fault(key: str, rule: str, way_out: str) -> str:
 def prepare_command(argv: Sequence[str]) -> int:
     """Prepares a set, or a part of one, and says what came of it."""
     options = parser().parse_args(with_underscores(argv))
+    try:
+        return prepare_set(options)
+    except ConfigError as error:
+        raise ConfigError(*map(_in_own_words, error.faults)) from None
+
+
+def _in_own_words(line: str) -> str:
+    """The line with options by their own names, which it has from the library by those of the config."""
+    for key, option in OPTIONS.items():
+        line = line.replace(key, option)
+    return line
+
+
+def prepare_set(options: Any) -> int:
+    """The same for options that are read."""
     part = part_of(options.part)
     tokenizer = build_tokenizer(options.tokenizer, fault)
     check_special_tokens(tokenizer, options.add_bos, options.add_eos, fault)
     label = f"input = {json.dumps(options.input[0] if len(options.input) == 1 else options.input)}"
-    source = source_at(options.input, "input", label, fault)
+
+    def input_fault(key: str, rule: str, way_out: str) -> str:
+        return fault(label if len(options.input) == 1 else key, rule, way_out)
+
+    source = source_at(options.input, "input", label, input_fault)
     form = Form(options.text_key, options.txt_lines)
     skip = options.on_bad_record == "skip"
     recipe = Recipe(source, tokenizer, form, options.add_bos, options.add_eos, skip)

@@ -1,5 +1,7 @@
 """What a run says at its start and at its end."""
 
+from collections.abc import Sequence
+
 import torch
 
 from minititan.build import compute_dtype
@@ -12,9 +14,9 @@ def opening_lines(run: Run, device: torch.device, parameters: int, steps_done: i
     config, layout, training = run.config, run.layout, run.config.training
     dtype = str(compute_dtype(config, device)).removeprefix("torch.")
     threads = f" with {torch.get_num_threads()} threads each" if device.type == "cpu" else ""
-    sizes = ", ".join(
-        f"{size} from step {first} on" if first > 1 else str(size) for first, size in layout.batch_sizes.sizes
-    )
+    batch_sizes, micro = layout.batch_sizes.sizes, layout.micro_batch_size
+    sizes = _by_step(batch_sizes)
+    counts = _by_step([(first, size // (layout.dp * micro)) for first, size in batch_sizes])
     experts = f", experts over {layout.ep * layout.etp}" if layout.ep > 1 else ""
     span = f"steps {steps_done + 1} to {last_step}" if steps_done < last_step else "no step is left"
     return "\n".join(
@@ -23,10 +25,16 @@ def opening_lines(run: Run, device: torch.device, parameters: int, steps_done: i
             f"  {parameters:,} parameters in {training.dtype}, computed in {dtype}",
             f"  {layout.world_size} processes on {device.type}{threads}: {layout.dp_replicate} replicas x "
             f"{layout.dp_shard} shards x {layout.tp} tensor-parallel{experts}",
-            f"  {sizes} sequences of {training.seq_len} tokens a step, by {layout.micro_batch_size} a rank",
+            f"  {sizes} sequences of {training.seq_len} tokens a step: micro-batches of {micro}, "
+            f"{counts} of them on each of {layout.dp} data-parallel ranks",
             f"  {span}, everything into {run.folder}",
         ]
     )
+
+
+def _by_step(numbers: Sequence[tuple[int, int]]) -> str:
+    """Numbers and the steps that each is from: "8, 16 from step 100 on"."""
+    return ", ".join(f"{n} from step {first} on" if first > 1 else str(n) for first, n in numbers)
 
 
 def closing_lines(run: Run, step: int, seconds: float | None) -> str:

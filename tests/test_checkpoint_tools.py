@@ -307,7 +307,26 @@ def test_prune_lists_and_removes_only_when_told_to(run, capsys):
         "1 of 3 removed"
         in tool(capsys, "prune", folder, "--keep_latest_k", 1, "--keep_every_n_steps", 9, "--yes")[1]
     )
-    assert sorted(os.listdir(folder)) == [name for name in everything if name != "step-10"]
+    left = [name for name in everything if name != "step-10"]
+    assert sorted(os.listdir(folder)) == ["notes.txt", "run.lock", *left[1:]]
+
+
+def test_prune_removes_nothing_while_a_run_saves_there(run, capsys):
+    program = (
+        "import sys; from pathlib import Path; from minititan.run_status import RunStatus; "
+        "status = RunStatus(); status.take({'k': Path(sys.argv[1])}); print(1, flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, run / "checkpoint"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        code, _, err = tool(capsys, "prune", run, "--keep_latest_k", 1, "--yes")
+        other.communicate(b"\n")
+    assert code == 2 and "another run is in it" in err
+    assert tool(capsys, "prune", run, "--keep_latest_k", 1, "--yes")[0] == 0
 
 
 def test_prune_keeps_the_best(run, capsys):
@@ -329,4 +348,4 @@ def test_prune_refuses_what_would_remove_all(run, capsys):
     for step in (9, 10, 100):
         (run / "checkpoint" / f"step-{step}" / "COMMIT.json").write_text("{}")
     assert "none of its checkpoints is valid" in tool(capsys, "prune", run, "--keep_latest_k", 1, "--yes")[2]
-    assert len(os.listdir(run / "checkpoint")) == 3
+    assert len(list((run / "checkpoint").glob("step-*"))) == 3

@@ -415,6 +415,8 @@ def test_threads_and_batches_change_nothing(
 def test_words_of_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "a.txt").write_text("a")
     file, output = str(tmp_path / "a.txt"), str(tmp_path / "set")
+    keyless = str(tmp_path / "keyless.jsonl")
+    Path(keyless).write_text('{"a": 1}\n')
     for words, begin in (
         (
             [],
@@ -426,7 +428,15 @@ def test_words_of_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture
             'command line: part = "0/3": must be I/N with I from 1',
         ),
         ([file, "--output", output, "--add"], "command line: unrecognized arguments: --add"),
-        ([str(tmp_path / "no"), "--output", output], "command line: input: no such file or folder; give a"),
+        (
+            [str(tmp_path / "no"), "--output", output],
+            f'command line: input = "{tmp_path}/no": no such file or folder; give a',
+        ),
+        ([file, "no", "--output", output], "command line: input: no: no such file or folder; give a"),
+        (
+            [keyless, "--output", f"{tmp_path}/other"],
+            f"{keyless}:1: no key 'text' (keys here: 'a'); set --text_key",
+        ),
         (
             [file, "--output", output, "--tokenizer", "no"],
             "command line: --tokenizer: no such file or folder",

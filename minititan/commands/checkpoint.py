@@ -22,6 +22,7 @@ from minititan.checkpoint.retention import Keep, steps_to_remove
 from minititan.commands import Parser, parser_of
 from minititan.commands.tables import age_text, print_table, size_text
 from minititan.config import ConfigError
+from minititan.run_status import RunStatus
 
 HELP = """\
 Tools for checkpoints. PATH is a checkpoint (RUN/checkpoint/step-N), a folder of them, or a run's folder."""
@@ -229,7 +230,17 @@ def prune(given: Any) -> int:
     for name, least in (("keep_latest_k", 1), ("keep_every_n_steps", 0), ("keep_best_k", 0)):
         if getattr(given, name) < least:
             raise ConfigError(f"command line: --{name} {getattr(given, name)}: must be at least {least}")
-    folder = steps_at(given.path.expanduser())[-1].parent
+    folder, status = steps_at(given.path.expanduser())[-1].parent, RunStatus()
+    if not given.yes:
+        return _prune(folder, given)
+    try:
+        status.take({"checkpoint.folder": folder})
+        return _prune(folder, given)
+    finally:
+        status.release()
+
+
+def _prune(folder: Path, given: Any) -> int:
     losses = validation_losses(folder)
     if not losses:
         raise ConfigError(

@@ -24,10 +24,10 @@ from minititan.config.schema import Config, all_keys
 log = logging.getLogger("minititan")
 
 
-def load(argv: Sequence[str]) -> Config:
+def load(argv: Sequence[str], *, quiet: bool = False) -> Config:
     """The config of a run from the words after the program's name; every fault in one `ConfigError`.
 
-    Warnings (old names, a clamped schedule) are logged by rank 0.
+    Warnings (old names, a clamped schedule) are logged by rank 0, unless `quiet`.
     """
     overrides, faults = command_line.parse(argv)
     path = overrides.get("job.config_file")
@@ -53,7 +53,7 @@ def load(argv: Sequence[str]) -> Config:
         faults += relation_faults(config)
     if faults:
         raise ConfigError(*faults)
-    if os.environ.get("RANK", "0") == "0":
+    if not quiet and os.environ.get("RANK", "0") == "0":
         for note in notes + schedule_notes(config):
             log.warning(note)
     return config

@@ -226,7 +226,10 @@ def source_at(paths: Sequence[str], key: str, label: str, fault: Fault = plain_f
             raise ConfigError(fault(key, "must be hf:REPOSITORY[:SUBSET[:SPLIT]]", ""))
         subset, split = [*more, "", ""][:2]
         return _hub_source(label, key, (repository, subset or None, split or "train"), fault)
-    files = {path for given in paths for path in files_at(given, key, fault)}
+    files: set[Path] = set()
+    for given in paths:
+        several = f"{given}: " if len(paths) > 1 else ""
+        files |= files_at(given, key, lambda key, rule, out, s=several: fault(key, s + rule, out))
     unreadable = sorted(path for path in files if not _kind(path) and path.name.endswith(UNREADABLE_DATA))
     read = f"files that are read: {', '.join(sorted(READABLE))}"
     if unreadable:

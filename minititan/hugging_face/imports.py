@@ -75,11 +75,12 @@ def import_model(source: Path, words: Sequence[str], say: Callable[[str], None])
     description = f"{table['model.name']} from {source.name}"
     table = _DEFAULTS | table | own | {"job.description": description}
     with new_folder(run) as temporary:
-        config = _loaded(table, temporary / RUN_TOML, words)
+        config = _loaded(table, temporary / RUN_TOML, words, quiet=True)
         spec, args = _model_of(config, assets, source / CONFIG, say)
         longest = getattr(args, "max_position_embeddings", config.training.seq_len)
         if config.where("training.seq_len") != WHERE and config.training.seq_len > longest:
-            config = _loaded(table | {"training.seq_len": longest}, temporary / RUN_TOML, words)
+            table |= {"training.seq_len": longest}
+        config = _loaded(table, temporary / RUN_TOML, words)
         copy_assets(assets, temporary / TOKENIZER)
         _write_step(files, spec, args, config, temporary, imported)
         head = _HEAD.format(source=source, toml=run / RUN_TOML)
@@ -166,10 +167,10 @@ def _assets(source: Path, given: Table) -> Path | None:
     return source if (source / "tokenizer.json").is_file() else None
 
 
-def _loaded(table: Table, file: Path, words: Sequence[str]) -> Config:
+def _loaded(table: Table, file: Path, words: Sequence[str], *, quiet: bool = False) -> Config:
     """The config that the table and the command line make, which wins."""
     file.write_text(tomli_w.dumps(nested(table)), encoding="utf-8")
-    return load([f"--job.config_file={file}", *words])
+    return load([f"--job.config_file={file}", *words], quiet=quiet)
 
 
 def _toml(config: Config, own: Table) -> str:

@@ -97,19 +97,25 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[None]:
-    """The folder is a disk with room for the files of two steps, and a folder. OSError: no right to one."""
+    """The folder is a disk with room for the files of two steps, and a folder.
+
+    PermissionError: no right to one.
+    """
     folder.mkdir()
-    if _mount("tmpfs", folder, f"nr_inodes={1 + 2 * FILES + 1}"):
-        raise PermissionError
+    if refused := _mount("tmpfs", folder, f"nr_inodes={1 + 2 * FILES + 1}"):
+        no_right = any(words in refused for words in ("permission denied", "must be superuser", "only root"))
+        raise PermissionError(refused) if no_right else RuntimeError(refused)
     try:
         yield
     finally:
         subprocess.run(["umount", str(folder)], check=True)
 
 
-def _mount(what: str, folder: Path, options: str) -> int:
+def _mount(what: str, folder: Path, options: str) -> str:
+    """What the system says against it; "" where it does it."""
     command = ["mount", "-t", "tmpfs", "-o", options, what, str(folder)]
-    return subprocess.run(command, stderr=subprocess.DEVNULL).returncode
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"LC_ALL": "C"})
+    return done.stderr or f"exit code {done.returncode}" if done.returncode else ""
 
 
 def _possible(fault: Saving, folder: Path, disks: ExitStack) -> bool:
@@ -120,7 +126,7 @@ def _possible(fault: Saving, folder: Path, disks: ExitStack) -> bool:
         if fault.around is read_only:
             with without_rights():
                 pass
-    except OSError:
+    except PermissionError:
         return False
     return True
 
