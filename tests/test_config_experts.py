@@ -50,6 +50,11 @@ def test_more_than_the_ranks_that_there_are() -> None:
     assert faults_of(8, Mixture(), **{EP: 4}, **replicas)[0].endswith("(2); allowed: 1, 2")
 
 
+def test_a_sequence_that_does_not_split_is_not_told_to_do_what_experts_refuse() -> None:
+    (fault,) = faults_of(2, Mixture(), **{TP: 2, "training__seq_len": 127})
+    assert fault.endswith("(2) for sequence parallelism; nearest: 126 or 128")
+
+
 def test_the_degree_inside_an_expert() -> None:
     assert faults_of(8, Mixture(), **{EP: 2, TP: 4, ETP: 2}) == [
         "parallelism.expert_tensor_parallel_degree = 2: must be 1 or tensor_parallel_degree (4); "
