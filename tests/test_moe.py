@@ -425,10 +425,3 @@ def test_arguments_that_do_not_fit(fields, fault):
         replace(ARGS, **fields)
     assert str(caught.value) == fault
     replace(ARGS, num_experts=0, **fields)  # a dense model has no use for them
-
-
-def test_no_number_and_fewer_than_no_experts():
-    with pytest.raises(ValueError, match=r"^num_experts \(-1\) must not be negative"):
-        replace(ARGS, num_experts=-1)
-    with pytest.raises(ValueError, match=r"^router_aux_loss_coef \(nan\) must be finite$"):
-        replace(ARGS, router_aux_loss_coef=float("nan"))
