@@ -164,6 +164,8 @@ def _field_fault(error: Any, fault: Fault) -> str:
     rule = error["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     rule = rule.replace("an object", "a table")  # what TOML calls it
     path = [str(part) for part in error["loc"] if part not in ROPE_TYPES]  # which pydantic adds
+    if path and path[-1].isdigit():  # of a list
+        rule = f"number {int(path.pop()) + 1} {rule}"
     return fault(".".join(["model.args", *path]), rule, "")
 
 

@@ -374,6 +374,7 @@ def test_factors_of_yarn(scaling, on_tables, on_scores):
         (LATENT, {"head_dim": 64}, "head_dim is no part of latent attention"),
         (LATENT, {"qk_norm": True}, "qk_norm is no part of latent attention"),
         (SINKS, {"sliding_window": 0}, r"sliding_window \(0\) must be at least 1"),
+        (SINKS, {"swiglu_limit": -7.0}, r"swiglu_limit \(-7.0\) must be above 0"),
         (SINKS, {"layer_types": ("full_attention",)}, r"layer_types \(1 of them\) must have one for each of"),
     ],
 )

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from minititan.config import ConfigError, load
+from minititan.models.arguments import MoEArgs
 from minititan.run import check
 from tests.test_config_validate import SHARD, TP, Args, faults_of, layout_of
 
@@ -48,6 +49,18 @@ def test_more_than_the_ranks_that_there_are() -> None:
     ]
     replicas = {"parallelism__data_parallel_replicate_degree": 4}  # each has all experts
     assert faults_of(8, Mixture(), **{EP: 4}, **replicas)[0].endswith("(2); allowed: 1, 2")
+
+
+def test_a_sequence_that_does_not_split_is_not_told_to_do_what_experts_refuse() -> None:
+    (fault,) = faults_of(2, Mixture(), **{TP: 2, "training__seq_len": 127})
+    assert fault.endswith("(2) for sequence parallelism; nearest: 126 or 128")
+
+
+def test_no_number_and_fewer_than_no_experts() -> None:
+    with pytest.raises(ValueError, match=r"^num_experts \(-1\) must not be negative"):
+        MoEArgs(num_experts=-1)
+    with pytest.raises(ValueError, match=r"^router_aux_loss_coef \(nan\) must be finite$"):
+        MoEArgs(router_aux_loss_coef=float("nan"))
 
 
 def test_the_degree_inside_an_expert() -> None:

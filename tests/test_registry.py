@@ -15,6 +15,7 @@ from torch import nn
 
 from minititan import registry
 from minititan.config import Config, ConfigError, load
+from minititan.config.error import fault_line
 from minititan.models.arguments import DecoderArgs
 from minititan.models.decoder import Decoder
 from minititan.models.rotary import RopeScaling
@@ -103,6 +104,11 @@ def test_wrong_types(field, value, fault):
     [
         ({"hidden_size": 0}, "hidden_size (0) must be at least 1"),
         ({"vocab_size": -1}, "vocab_size (-1) must be at least 1"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers (0) must be at least 1"),
+        ({"head_dim": 0}, "head_dim (0) must be at least 1"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings (0) must be at least 1"),
+        ({"rope_theta": 0.0}, "rope_theta (0.0) must be above 0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps (nan) must be finite"),
         (
             {"num_key_value_heads": 3},
             "num_attention_heads (32) must be a multiple of num_key_value_heads (3)",
@@ -113,6 +119,30 @@ def test_wrong_types(field, value, fault):
 def test_sizes_that_make_no_decoder(overrides, rule):
     (fault,) = faults_of(**overrides)
     assert fault.startswith("model.args = {") and fault.endswith(f": {rule}")
+
+
+@pytest.mark.parametrize(
+    "scaling, rule",
+    [
+        ({"factor": 0.0}, "factor (0.0) must be above 0 and finite"),
+        ({"rope_type": "yarn", "factor": float("inf")}, "factor (inf) must be above 0 and finite"),
+        ({"high_freq_factor": 1.0}, "high_freq_factor (1.0) must be above low_freq_factor (1.0)"),
+    ],
+)
+def test_scalings_that_make_no_positions(scaling, rule):
+    (fault,) = faults_of(rope_scaling=scaling)
+    assert fault.startswith("model.args.rope_scaling = {") and fault.endswith(f": {rule}")
+
+
+def test_a_wrong_value_in_a_list_is_told_by_its_key_and_number():
+    given = {"layer_types": ["full_attention", "x"], "num_hidden_layers": 2}
+    with pytest.raises(ConfigError) as caught:
+        registry.resolve(
+            "gpt_oss", "debugmodel", given, 264, lambda key, rule, way: fault_line("X", key, 1, rule, way)
+        )
+    assert caught.value.faults == (
+        "X: model.args.layer_types = 1: number 2 must be 'sliding_attention' or 'full_attention'",
+    )
 
 
 def test_where_a_fault_comes_from(tmp_path):

@@ -164,8 +164,10 @@ def _length_faults(config: Config, args: Any) -> list[str]:
         if split and seq_len % tp:
             near = [length for length in (seq_len // tp * tp, (seq_len // tp + 1) * tp) if length]
             rule = f"must be a multiple of tensor_parallel_degree ({tp}) for sequence parallelism"
-            nearest = f"nearest: {' or '.join(map(str, near))}"
-            faults.append(config.fault(key, rule, f"{nearest}; or set parallelism.disable_sequence_parallel"))
+            way_out = f"nearest: {' or '.join(map(str, near))}"
+            if not getattr(args, "num_experts", None):  # which need the sequence split
+                way_out += "; or set parallelism.disable_sequence_parallel"
+            faults.append(config.fault(key, rule, way_out))
         if longest and seq_len > longest:
             rule = f"must be at most the model's max_position_embeddings ({longest})"
             faults.append(config.fault(key, rule, "lower it, or raise model.args.max_position_embeddings"))

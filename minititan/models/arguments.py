@@ -4,6 +4,7 @@ Fields have the names of the Hugging Face checkpoints' `config.json`. A family w
 is of another kind overrides `attention` or `feed_forward`; the decoder asks for nothing else.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,7 +15,17 @@ from minititan.models.feed_forward import FeedForward
 from minititan.models.moe import Experts, MoE, Router, SwiGLUExperts
 from minititan.models.rotary import AnyScaling
 
-SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+    "max_position_embeddings",
+)
+POSITIVE = ("rope_theta", "rms_norm_eps", "initializer_range")
 
 NOT_NEGATIVE = (
     "first_k_dense_replace",
@@ -46,10 +57,16 @@ class DecoderArgs:
     initializer_range: float = 0.02  # standard deviation of the initial weights
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{name} ({value}) must be finite")
         for name in SIZES:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} ({value}) must be at least 1")
+        for name in POSITIVE:
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} ({getattr(self, name)}) must be above 0")
         if self.num_attention_heads % self.num_key_value_heads:
             kv_heads = f"num_key_value_heads ({self.num_key_value_heads})"
             raise ValueError(
@@ -121,6 +138,8 @@ class MoEArgs(DecoderArgs):
     def __post_init__(self) -> None:
         super().__post_init__()
         experts, groups, chosen = self.num_experts, self.n_group, self.topk_group
+        if experts < 0:
+            raise ValueError(f"num_experts ({experts}) must not be negative; 0 is a dense model")
         if not experts:
             return
         if not 1 <= self.num_experts_per_tok <= experts:

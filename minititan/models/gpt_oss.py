@@ -31,6 +31,8 @@ class GptOssArgs(MoEArgs):
         super().__post_init__()
         if self.sliding_window < 1:
             raise ValueError(f"sliding_window ({self.sliding_window}) must be at least 1")
+        if self.swiglu_limit <= 0:
+            raise ValueError(f"swiglu_limit ({self.swiglu_limit}) must be above 0")
         if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
             given = f"layer_types ({len(self.layer_types)} of them)"
             raise ValueError(

@@ -14,6 +14,13 @@ from pydantic import Discriminator, Tag
 from torch import Tensor
 
 
+def _check_positive(scaling: "RopeScaling | YarnScaling", *names: str) -> None:
+    for name in names:
+        value = getattr(scaling, name)
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name} ({value}) must be above 0 and finite")
+
+
 @dataclass(frozen=True)
 class RopeScaling:
     """Llama 3.1's stretching of the low frequencies to a longer context."""
@@ -29,6 +36,12 @@ class RopeScaling:
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
     rope_type: Literal["llama3"] = "llama3"
+
+    def __post_init__(self) -> None:
+        _check_positive(self, *self.required)
+        if self.high_freq_factor <= self.low_freq_factor:
+            low = f"low_freq_factor ({self.low_freq_factor})"
+            raise ValueError(f"high_freq_factor ({self.high_freq_factor}) must be above {low}")
 
     @property
     def table_factor(self) -> float:
@@ -58,6 +71,9 @@ class YarnScaling:
     mscale_all_dim: float | None = None  # DeepSeek's, on the scores; None: they are as without scaling
     truncate: bool = True  # the ramp begins and ends at whole pairs
     rope_type: Literal["yarn"] = "yarn"
+
+    def __post_init__(self) -> None:
+        _check_positive(self, *self.required, "beta_fast", "beta_slow")
 
     @property
     def table_factor(self) -> float:
