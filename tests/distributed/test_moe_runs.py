@@ -158,3 +158,24 @@ def test_auxiliary_losses_are_trained_apart_from_the_loss_and_scaled_with_it(tmp
     pure = found["bfloat16"][f"model.{BIAS}"]
     assert pure.dtype == torch.float32 and pure.abs().max() == torch.tensor(0.01)
     assert {layer["load"] for layer in records["forced"]["routing"]["layers"].values()} == {1.0}
+
+
+def weights_of_losses(rank: int, world: int, folder: Path, cache: Path) -> list[float]:
+    """The factor on the auxiliary losses of a sequence, step by step."""
+    growing = {"training.global_batch_size_schedule": "[{step = 2, size = 16}]"}
+    found = []
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer = build(rank, world, folder, cache, MOE | HALF | growing | {"training.local_batch_size": "4"})
+        batches = iter(trainer.loader)
+        for _ in range(3):
+            trainer.step(batches)
+            found.append(trainer.model.routing.loss_weight)
+    return found
+
+
+def test_sequences_of_a_step_share_the_auxiliary_losses(tmp_path, token_cache):
+    """Micro-batches too. On every layout the weight is the same, so no comparison of layouts would see it
+    wrong.
+    """
+    (found,) = run_ranks(weights_of_losses, 1, tmp_path, token_cache)
+    assert found == [1024 / 8, 1024 / 16, 1024 / 16]
