@@ -168,7 +168,6 @@ def load_model(source: Source, dtype: torch.dtype, place: Distributed) -> Any:
 
     On several ranks it is tensor-parallel over all of them. Raises ConfigError.
     """
-    spec, args = source.spec, source.args
     spec, args, ranks = source.spec, source.args, place.world_size
     with torch.device("meta"):
         model = spec.build(args).to(dtype)

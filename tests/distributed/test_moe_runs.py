@@ -132,12 +132,14 @@ def test_biases_are_saved_and_go_on_and_validation_leaves_them_alone(tmp_path, t
 
 
 ONE_STEP: Overrides = {"training.steps": "1", "training.max_norm": "0", "lr_scheduler.warmup_steps": "0"}
+WEIGHTS = {"checkpoint.enable": "true", "checkpoint.last_save_model_only": "true"}
+TYPES = ("training.mixed_precision_param", "checkpoint.export_dtype")
 HALF = {"training.mixed_precision_param": "float16", "training.loss_scale_init": "1024"}
 KINDS: dict[str, Overrides] = {
     "plain": ONE_STEP,
     "without": ONE_STEP | {"model.args.router_aux_loss_coef": "0.0", "model.args.router_z_loss_coef": "0.0"},
     "float16": ONE_STEP | HALF,
-    "bfloat16": ONE_STEP | {"training.dtype": "bfloat16", "training.mixed_precision_param": "bfloat16"},
+    "bfloat16": ONE_STEP | WEIGHTS | dict.fromkeys(("training.dtype", *TYPES), "bfloat16"),
     "forced": ONE_STEP | {"debug.moe_force_load_balance": "true"},
     "overflow": ONE_STEP | HALF | {"training.loss_scale_init": "1e12"},
 }
@@ -157,6 +159,8 @@ def test_auxiliary_losses_are_trained_apart_from_the_loss_and_scaled_with_it(tmp
     assert not found["overflow"][f"model.{BIAS}"].any() and found["float16"][f"model.{BIAS}"].any()
     pure = found["bfloat16"][f"model.{BIAS}"]
     assert pure.dtype == torch.float32 and pure.abs().max() == torch.tensor(0.01)
+    saved = verified(step_folder(tmp_path / "bfloat16" / "out" / "checkpoint", 1)).tensors
+    assert {name for name, info in saved.items() if info.dtype != "bfloat16"} == {f"model.{BIAS}"}
     assert {layer["load"] for layer in records["forced"]["routing"]["layers"].values()} == {1.0}
 
 
