@@ -63,6 +63,12 @@ class ModelSpec:
             total = sum(parameter.numel() for parameter in self.build(args).parameters())
         return total, total
 
+    def dtypes_in(self, args: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        """Return the type of each parameter of a model that is cast: what it keeps exact stays so."""
+        with torch.device("meta"):
+            model = self.build(args).to(dtype)
+        return {name: parameter.dtype for name, parameter in model.named_parameters()}
+
     def form_of(self, args: Any) -> HuggingFaceForm | None:
         """Return the form of Hugging Face of a model with these arguments; None where there is none."""
         return next((form for form in self.hugging_face if form.agrees(args)), None)

@@ -69,8 +69,9 @@ class Checkpoints:
 
     def exported_tensors(self) -> dict[str, Tensor]:
         """Return the weights in the type for a last save of weights only."""
-        dtype = getattr(torch, self.section.export_dtype)
-        return {name: tensor.to(dtype) for name, tensor in self.tensors(model_only=True).items()}
+        dtypes = self.run.spec.dtypes_in(self.run.args, getattr(torch, self.section.export_dtype))
+        weights = self.tensors(model_only=True)
+        return {name: tensor.to(dtypes[name.removeprefix("model.")]) for name, tensor in weights.items()}
 
     def kept_for_export(self, step: int) -> dict[str, Any]:
         """Return what an export of the step will need besides its tensors."""

@@ -73,6 +73,11 @@ def test_a_bias_in_float32_stays_so_beside_weights_in_bfloat16(tmp_path):
     assert json.loads((tmp_path / "folder" / "config.json").read_text())["dtype"] == "bfloat16"
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("source", "folder"))
     assert same_bits(after, before)
+    assert main(["export", str(step), str(tmp_path / "half"), "--dtype", "float16"]) == 0
+    half = load_file(tmp_path / "half" / "model.safetensors")
+    for name, tensor in before.items():
+        exact = name.endswith("correction_bias")
+        assert torch.equal(half[name], tensor if exact else tensor.half()), name
     assert before["model.layers.1.mlp.gate.e_score_correction_bias"].dtype == torch.float32
 
 

@@ -35,7 +35,7 @@ class Checkpoint(Section):
     """With `last_save_model_only`: write the last step in the form of Hugging Face too, into
     `hugging_face/step-N` in `job.dump_folder`."""
     export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
-    """Type of the weights saved under `last_save_model_only`."""
+    """Type of the weights saved under `last_save_model_only`; correction biases of routers stay float32."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     """Save in the background: training waits only while the tensors are copied to memory of the CPU, which is
     kept for the next save; "async_with_pinned_mem": to pinned memory where there is a GPU.

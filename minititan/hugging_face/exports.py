@@ -92,21 +92,23 @@ def planned(
 ) -> Export:
     """The export of a checkpoint, whose files are verified first, with the tokenizer in `assets`.
 
-    Without `hashes` only their sizes are. `dtype` None keeps that of each tensor. Raises ConfigError.
+    Without `hashes` only their sizes are. `dtype` None keeps that of each tensor; another leaves what the
+    model keeps exact. Raises ConfigError.
     """
     saved = verified(step, hashes)
     imported = _kept(step).get("config")
-    form, args = _family(step, saved.model)
+    spec, form, args = _family(step, saved.model)
     prefix = "model."
     tensors = {k.removeprefix(prefix): info for k, info in saved.tensors.items() if k.startswith(prefix)}
     parameters = parameters_of(form, {name: info.shape for name, info in tensors.items()})
+    cast = spec.dtypes_in(args, getattr(torch, dtype)) if dtype else {}
     layouts: list[Layout] = []
     places: dict[str, tuple[str, int | None]] = {}
     for name, parameter in parameters.items():
         for row, tensor in enumerate(parameter.tensors):
             places[tensor] = (prefix + name, row if parameter.stacked else None)
-            kept = getattr(torch, dtype or tensors[name].dtype)
-            layouts.append(Layout(tensor, parameter.tensor_shape, kept))
+            own = cast[name] if dtype else getattr(torch, tensors[name].dtype)
+            layouts.append(Layout(tensor, parameter.tensor_shape, own))
     tokenizer = build_tokenizer(str(assets or ""))
     special = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     sizes = Counter[torch.dtype]()
@@ -151,8 +153,8 @@ def copy_assets(source: Path | None, folder: Path) -> None:
     sync_folder(folder)
 
 
-def _family(step: Path, model: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The form of the model's family, and the model's arguments."""
+def _family(step: Path, model: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    """The model's family, its form, and the model's arguments."""
     where = str(step / manifest.COMMIT)
 
     def fault(key: str, rule: str, way_out: str) -> str:
@@ -165,7 +167,7 @@ def _family(step: Path, model: Mapping[str, Any]) -> tuple[Any, Any]:
     if form is None:
         rule = "this family has no form of Hugging Face for this model"
         raise ConfigError(fault_line(where, "model.name", model["name"], rule, "give its ModelSpec one"))
-    return form, args
+    return spec, form, args
 
 
 def kept_assets(step: Path) -> Path | None:

@@ -132,12 +132,14 @@ def test_biases_are_saved_and_go_on_and_validation_leaves_them_alone(tmp_path, t
 
 
 ONE_STEP: Overrides = {"training.steps": "1", "training.max_norm": "0", "lr_scheduler.warmup_steps": "0"}
+WEIGHTS = {"checkpoint.enable": "true", "checkpoint.last_save_model_only": "true"}
+TYPES = ("training.mixed_precision_param", "checkpoint.export_dtype")
 HALF = {"training.mixed_precision_param": "float16", "training.loss_scale_init": "1024"}
 KINDS: dict[str, Overrides] = {
     "plain": ONE_STEP,
     "without": ONE_STEP | {"model.args.router_aux_loss_coef": "0.0", "model.args.router_z_loss_coef": "0.0"},
     "float16": ONE_STEP | HALF,
-    "bfloat16": ONE_STEP | {"training.dtype": "bfloat16", "training.mixed_precision_param": "bfloat16"},
+    "bfloat16": ONE_STEP | WEIGHTS | dict.fromkeys(("training.dtype", *TYPES), "bfloat16"),
     "forced": ONE_STEP | {"debug.moe_force_load_balance": "true"},
     "overflow": ONE_STEP | HALF | {"training.loss_scale_init": "1e12"},
 }
@@ -157,4 +159,27 @@ def test_auxiliary_losses_are_trained_apart_from_the_loss_and_scaled_with_it(tmp
     assert not found["overflow"][f"model.{BIAS}"].any() and found["float16"][f"model.{BIAS}"].any()
     pure = found["bfloat16"][f"model.{BIAS}"]
     assert pure.dtype == torch.float32 and pure.abs().max() == torch.tensor(0.01)
+    saved = verified(step_folder(tmp_path / "bfloat16" / "out" / "checkpoint", 1)).tensors
+    assert {name for name, info in saved.items() if info.dtype != "bfloat16"} == {f"model.{BIAS}"}
     assert {layer["load"] for layer in records["forced"]["routing"]["layers"].values()} == {1.0}
+
+
+def weights_of_losses(rank: int, world: int, folder: Path, cache: Path) -> list[float]:
+    """The factor on the auxiliary losses of a sequence, step by step."""
+    growing = {"training.global_batch_size_schedule": "[{step = 2, size = 16}]"}
+    found = []
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer = build(rank, world, folder, cache, MOE | HALF | growing | {"training.local_batch_size": "4"})
+        batches = iter(trainer.loader)
+        for _ in range(3):
+            trainer.step(batches)
+            found.append(trainer.model.routing.loss_weight)
+    return found
+
+
+def test_sequences_of_a_step_share_the_auxiliary_losses(tmp_path, token_cache):
+    """Micro-batches too. On every layout the weight is the same, so no comparison of layouts would see it
+    wrong.
+    """
+    (found,) = run_ranks(weights_of_losses, 1, tmp_path, token_cache)
+    assert found == [1024 / 8, 1024 / 16, 1024 / 16]
