@@ -100,7 +100,7 @@ def rule_settings(config: Config) -> dict[str, Any]:
 def check_shards(config: Config, plan: Mapping[str, str] | None, model: nn.Module, layout: Layout) -> None:
     """Raise ConfigError where parameters cannot be sharded as the layout has it."""
     if layout.tp > 1 and plan is not None:
-        rules = uneven_faults(model, plan, layout.tp, layout.dp_shard)
+        rules = uneven_faults(model, plan, layout.tp, layout.dp_shard * layout.cp)
         if layout.ep == 1 or layout.etp > 1:
             rules += experts_faults(model, layout.tp)
         way_out = f"choose sizes that {layout.tp} divides, or another degree"

@@ -67,8 +67,16 @@ class Trainer:
         set_determinism(
             debug.seed or 0, deterministic=debug.deterministic, warn_only=debug.deterministic_warn_only
         )
-        degrees = layout.dp_replicate, layout.dp_shard, layout.tp, layout.ep, layout.etp
-        self.meshes = build_meshes(self.device.type, *degrees)
+        self.meshes = build_meshes(
+            self.device.type,
+            pp=layout.pp,
+            dp_replicate=layout.dp_replicate,
+            dp_shard=layout.dp_shard,
+            cp=layout.cp,
+            tp=layout.tp,
+            ep=layout.ep,
+            etp=layout.etp,
+        )
         self.loader = build.train_loader_of(run, self.meshes)
         self.validation_batches = build.validation_loader_of(run, self.meshes)
         self.model = build.model_of(run, self.meshes, self.device)
@@ -143,7 +151,7 @@ class Trainer:
         with self.metrics.data_loading():
             count = self.job.layout.accumulation_steps(self.steps_done + 1)
             micro_batches = [self.to_device(next(batches)) for _ in range(count)]
-        group = self.meshes.dp_group
+        group = self.meshes.loss_group
         labels = torch.stack([(batch["labels"] != IGNORED).sum() for batch in micro_batches]).sum()
         own_labels = labels.clone()
         dist.all_reduce(labels, group=group)
@@ -216,7 +224,7 @@ class Trainer:
         self, loss: Tensor, own_labels: Tensor, labels: Tensor, norm: Tensor, lr: float, batches: list[Batch]
     ) -> None:
         """Log the step just done: the mean loss over all ranks, and the largest of one rank."""
-        group = self.meshes.dp_group
+        group = self.meshes.loss_group
         largest = loss / own_labels.clamp(min=1)
         dist.all_reduce(loss, group=group)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
@@ -243,7 +251,7 @@ class Trainer:
         """
         own = torch.cat([batch["tokens"] for batch in micro_batches])  # [share, T]
         parts = [torch.empty_like(own) for _ in range(self.job.layout.dp)]
-        dist.all_gather(parts, own, group=self.meshes.dp_group)
+        dist.all_gather(parts, own, group=self.meshes.dp.get_group())
         ids = torch.cat(parts).cpu().numpy().astype("<i8")
         return hashlib.sha256(ids.tobytes()).hexdigest()
 
@@ -300,7 +308,7 @@ class Trainer:
 
     def validate(self) -> float:
         """Validate and log it; return the loss."""
-        result = run_validation(self.model, self.validation_batches, self.device, self.meshes.dp_group)
+        result = run_validation(self.model, self.validation_batches, self.device, self.meshes.loss_group)
         self.metrics.log_validation(
             self.steps_done,
             loss=result.loss,

@@ -6,6 +6,7 @@ All faults are reported at once, before any process group exists. Nothing here t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from minititan.config.batches import BatchSizes
@@ -29,8 +30,10 @@ class Layout:
     tp: int
     batch_sizes: BatchSizes
     micro_batch_size: int
-    ep: int = 1  # ways that experts are spread over ranks of dp_shard x tp
+    ep: int = 1  # ways that experts are spread over ranks of dp_shard x cp x tp
     etp: int = 1  # with ep above 1: ways that an expert is split
+    cp: int = 1  # ways that a sequence is split
+    pp: int = 1  # groups of layers
 
     @property
     def dp(self) -> int:
@@ -58,7 +61,7 @@ def validate(
     faults += _vocabulary_faults(config, args, vocab_size)
     dp_shard, degree_faults = _shard_degree(config, args, world_size)
     faults += degree_faults
-    faults += expert_faults(config, args, dp_shard)
+    faults += expert_faults(config, args, dp_shard * config.parallelism.context_parallel_degree)
     dp = config.parallelism.data_parallel_replicate_degree * dp_shard
     batch = config.training.local_batch_size * dp
     training = config.training
@@ -78,6 +81,8 @@ def validate(
         micro_batch_size=training.local_batch_size,
         ep=ep,
         etp=config.parallelism.expert_tensor_parallel_degree if ep > 1 else 1,
+        cp=config.parallelism.context_parallel_degree,
+        pp=config.parallelism.pipeline_parallel_degree,
     )
 
 
@@ -104,26 +109,40 @@ def _listed(numbers: list[int]) -> str:
 
 def _shard_degree(config: Config, args: Any, world_size: int) -> tuple[int, list[str]]:
     """The sharding degree, 0 where the degrees do not multiply to the number of processes, and the faults."""
-    replicate = config.parallelism.data_parallel_replicate_degree
-    shard = config.parallelism.data_parallel_shard_degree
-    tp = config.parallelism.tensor_parallel_degree
-    left = world_size // (replicate * tp)
-    if left * replicate * tp == world_size:
+    section = config.parallelism
+    replicate, shard = section.data_parallel_replicate_degree, section.data_parallel_shard_degree
+    tp = section.tensor_parallel_degree
+    others = {
+        "tensor_parallel_degree": tp,
+        "context_parallel_degree": section.context_parallel_degree,
+        "pipeline_parallel_degree": section.pipeline_parallel_degree,
+    }
+    inner = prod(others.values())
+    times_others = " times ".join(f"{k} ({d})" for k, d in others.items() if d > 1 or k.startswith("t"))
+    left = world_size // (replicate * inner)
+    if left * replicate * inner == world_size:
         if shard in (-1, left):
             return left, []
         rule = (
-            f"times data_parallel_replicate_degree ({replicate}) times tensor_parallel_degree ({tp}) is "
-            f"{replicate * shard * tp} and must be the world size ({world_size})"
+            f"times data_parallel_replicate_degree ({replicate}) times {times_others} is "
+            f"{replicate * shard * inner} and must be the world size ({world_size})"
         )
         return 0, [config.fault(SHARD, rule, f"allowed: {left}, or -1")]
-    if world_size % tp == 0:
-        rule = f"times tensor_parallel_degree ({tp}) must divide the world size ({world_size})"
-        return 0, [config.fault(REPLICATE, rule, _listed(divisors(world_size // tp)))]
+    if world_size % inner == 0:
+        rule = f"times {times_others} must divide the world size ({world_size})"
+        return 0, [config.fault(REPLICATE, rule, _listed(divisors(world_size // inner)))]
     faults = []
     if world_size % replicate:
         rule = f"must divide the world size ({world_size})"
         faults.append(config.fault(REPLICATE, rule, _listed(divisors(world_size))))
         replicate = 1
+    if inner > tp:
+        key = "parallelism." + next(k for k, d in others.items() if d > 1)
+        rest = " times ".join(f"{k} ({d})" for k, d in others.items() if d > 1 and not key.endswith(k))
+        rule = " times ".join(
+            ["", *([rest] if rest else []), f"data_parallel_replicate_degree ({replicate})"]
+        )
+        return 0, [*faults, config.fault(key, f"{rule.strip()} must divide the world size ({world_size})")]
     times = f"times data_parallel_replicate_degree ({replicate}) must divide"
     rule = f"{times} the world size ({world_size})"
     return 0, [*faults, config.fault(TP, rule, _listed(_allowed_tp(args, world_size // replicate)))]

@@ -65,7 +65,12 @@ def parallelize(
     dtype = next(model.parameters()).dtype
     # FSDP adds up in float32, over micro-batches as well, what is computed in less.
     mixed = compute_dtype != dtype or dtype == torch.bfloat16
-    if meshes.dp.size() > 1 or meshes.experts_fsdp.size() > 1 or mixed or config.training.enable_cpu_offload:
+    if (
+        meshes.tokens.size() > 1
+        or meshes.experts_fsdp.size() > 1
+        or mixed
+        or config.training.enable_cpu_offload
+    ):
         apply_fsdp(
             model,
             [block.module for block in blocks],
