@@ -53,7 +53,10 @@ Batch = dict[str, Tensor]
 
 
 class Trainer:
-    """A run in progress. From step to step change model, optimizer, loader, and the two counters."""
+    """A run in progress. From step to step change model, optimizer, loader, and the two counters.
+
+    `parts` is the model, or the parts of it that this rank has in a pipeline.
+    """
 
     # Set by `build`, once it is known at which step the run stands:
     metrics: MetricsLogger
@@ -79,11 +82,13 @@ class Trainer:
         )
         self.loader = build.train_loader_of(run, self.meshes)
         self.validation_batches = build.validation_loader_of(run, self.meshes)
-        self.model = build.model_of(run, self.meshes, self.device)
+        parts = build.parts_of(run, self.meshes, self.device)
+        self.parts = list(parts.values())
         # Taken once: while FSDP has gathered a unit's parameters, its modules hold others.
-        self.parameters = dict(self.model.named_parameters())
-        self.routers = StepRouters(self.model, self.meshes.token_groups)
-        self.optimizer = build.optimizer_of(run.config, self.parameters, self.device)
+        self.parameters = build.parameters_of(run, parts)
+        self.pipeline = build.pipeline_of(run, self.meshes, parts, self.device)
+        self.routers = StepRouters(self.parts, self.meshes.token_groups, self.meshes.pipeline_group)
+        self.optimizer = build.optimizer_of(run, self.parameters, self.device)
         self.guard = build.guard_of(run.config, self.say)
         self.checkpoints = Checkpoints(
             run, place, self.parameters, self.optimizer, self.loader, self.guard, self.say
@@ -164,7 +169,7 @@ class Trainer:
         finish_gradients(parameters)
         if scale := self.guard.scale:
             unscale_gradients(parameters, scale.value)
-        norm = gradient_norm(parameters)
+        norm = gradient_norm(parameters, self.meshes.pipeline_group)
         factor = self.lr_factor(self.steps_done)
         asked = self.requests.on_any_rank
         if self.guard.allows(step, loss, labels, norm, self.parameters, group, asked):
@@ -186,9 +191,11 @@ class Trainer:
         not averaged. Ranks exchange gradients once, after the last micro-batch; where parameters are never
         resharded inside a step, they are gathered once as well.
         """
-        model, total = self.model, torch.zeros((), device=self.device)
+        model, total = self.parts[0], torch.zeros((), device=self.device)
         scale = self.guard.scale.value if self.guard.scale else 1.0
         self.routers.begin(scale / self.job.layout.batch_sizes.at(self.steps_done + 1))
+        if self.pipeline is not None:
+            return self.pipeline.forward_backward(micro_batches, labels, scale if self.guard.scale else None)
         has_fsdp = isinstance(model, FSDPModule)
         keep_gathered = self.config.parallelism.fsdp_reshard_after_forward == "never"
         for index, batch in enumerate(micro_batches):
@@ -308,7 +315,8 @@ class Trainer:
 
     def validate(self) -> float:
         """Validate and log it; return the loss."""
-        result = run_validation(self.model, self.validation_batches, self.device, self.meshes.loss_group)
+        group = self.meshes.loss_group
+        result = run_validation(self.parts, self.validation_batches, self.device, group, self.pipeline)
         self.metrics.log_validation(
             self.steps_done,
             loss=result.loss,
@@ -367,7 +375,7 @@ def train(config: Config, stop: StopSignals, status: RunStatus) -> int:
     trainer = Trainer.build(run, place, stop, status)
     if place.rank == 0:
         write_config(run)
-    parameters = sum(parameter.numel() for parameter in trainer.parameters.values())
+    parameters = sum(parameter.numel() for parameter in build.whole_model(run).parameters())
     trainer.say(opening_lines(run, place.device, parameters, trainer.steps_done, trainer.last_step))
     finished = trainer.run()
     if place.rank == 0:

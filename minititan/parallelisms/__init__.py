@@ -78,6 +78,17 @@ def parallelize(
             meshes.experts_fsdp,
             param_dtype=None if compute_dtype == dtype else compute_dtype,
             reduce_dtype=torch.float32 if mixed else None,
-            reshard_after_forward=parallelism.fsdp_reshard_after_forward,
+            reshard_after_forward=_reshard_after_forward(config),
             cpu_offload=config.training.enable_cpu_offload,
         )
+
+
+def _reshard_after_forward(config: Config) -> str:
+    """Return when gathered parameters are freed: by default not between the micro-batches of a pipeline,
+    each of which would gather them again.
+    """
+    asked, stages = (
+        config.parallelism.fsdp_reshard_after_forward,
+        config.parallelism.pipeline_parallel_degree,
+    )
+    return "never" if asked == "default" and stages > 1 else asked

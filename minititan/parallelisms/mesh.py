@@ -45,6 +45,11 @@ class Meshes:
         return [self.loss_group, *([self.tp.get_group()] if self.tp is not None else [])]
 
     @property
+    def pipeline_group(self) -> ProcessGroup | None:
+        """The ranks that have the stages of one pipeline; None where there is none."""
+        return None if self.pp is None else self.pp.get_group()
+
+    @property
     def dp_rank(self) -> int:
         return self.dp.get_local_rank()
 
