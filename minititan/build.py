@@ -46,7 +46,7 @@ def parts_of(run: Run, meshes: Meshes, device: torch.device) -> dict[int, Any]:
     Their parallelisms are applied, their parameters at their initial values. Every rank must call it.
     """
     if meshes.pp is None:
-        return {0: model_of(run, meshes, device, None)}
+        return {0: model_of(run, meshes, device)}
     stages, ranks = stages_of(run, meshes)
     own = [stage for stage, rank in enumerate(ranks) if rank == meshes.pp.get_local_rank()]
     parts = {stage: model_of(run, meshes, device, stages[stage]) for stage in own}
@@ -91,7 +91,7 @@ def pipeline_of(run: Run, meshes: Meshes, parts: Mapping[int, Any], device: torc
     )
 
 
-def model_of(run: Run, meshes: Meshes, device: torch.device, modules: Sequence[str] | None) -> Any:
+def model_of(run: Run, meshes: Meshes, device: torch.device, modules: Sequence[str] | None = None) -> Any:
     """Return the model, its parallelisms applied, its parameters at their initial values. Every rank.
 
     `modules`: those that it keeps, as a stage of a pipeline; None: all.

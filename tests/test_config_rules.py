@@ -195,10 +195,6 @@ REFUSED = {
         ["parallelism.enable_async_tensor_parallel"],
         "asynchronous tensor parallelism is not there yet",
     ),
-    "parallelism.pipeline_parallel_degree": (
-        ["parallelism.pipeline_parallel_degree=2"],
-        "pipeline parallelism is not there yet; only 1 so far",
-    ),
     "parallelism.context_parallel_degree": (
         ["parallelism.context_parallel_degree=2"],
         "context parallelism is not there yet; only 1 so far",

@@ -125,6 +125,8 @@ class Pipeline:
             target = batch["labels"] if self.last in self.parts else None
             context: Any = _context(batch)
             self.schedule.step(*tokens, target=target, return_outputs=False, **context)
+        for part in self.parts.values():
+            _lay_out_gradients(part)
         if self.tied is not None:
             self.tied.add_gradient()
         dist.all_reduce(self.total, group=self.group)
@@ -213,6 +215,15 @@ def _context(batch: Batch) -> dict[str, Tensor]:
     tokens = batch["tokens"]
     context.setdefault("positions", torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens))
     return context
+
+
+def _lay_out_gradients(part: nn.Module) -> None:
+    """Lay gradients out like their parameters, as optimizers expect: a schedule that splits the backward pass
+    keeps a transposed gradient as it is (torch 2.13), where autograd would copy it.
+    """
+    for parameter in part.parameters():
+        if parameter.grad is not None and not _local(parameter.grad).is_contiguous():
+            parameter.grad = parameter.grad.clone(memory_format=torch.contiguous_format)
 
 
 def _local(tensor: Any) -> Tensor:
