@@ -79,6 +79,7 @@ class Trainer:
         )
         self.loader = build.train_loader_of(run, self.meshes)
         self.validation_batches = build.validation_loader_of(run, self.meshes)
+        self.own_part = build.own_part_of(run, self.meshes)
         self.model = build.model_of(run, self.meshes, self.device)
         # Taken once: while FSDP has gathered a unit's parameters, its modules hold others.
         self.parameters = dict(self.model.named_parameters())
@@ -150,7 +151,8 @@ class Trainer:
         """Take one optimizer step on the next global batch; `batches` yields this rank's micro-batches."""
         with self.metrics.data_loading():
             count = self.job.layout.accumulation_steps(self.steps_done + 1)
-            micro_batches = [self.to_device(next(batches)) for _ in range(count)]
+            whole = [self.to_device(next(batches)) for _ in range(count)]
+        micro_batches = [self.own_part(batch) for batch in whole]
         group = self.meshes.loss_group
         labels = torch.stack([(batch["labels"] != IGNORED).sum() for batch in micro_batches]).sum()
         own_labels = labels.clone()
@@ -177,7 +179,7 @@ class Trainer:
         self.steps_done = self.status.step = step
         self.tokens_seen += self.job.layout.batch_sizes.at(step) * self.config.training.seq_len
         if self.metrics.due(step):
-            self.log(loss, own_labels, labels, norm, self.config.optimizer.lr * factor, micro_batches)
+            self.log(loss, own_labels, labels, norm, self.config.optimizer.lr * factor, whole)
 
     def forward_backward(self, micro_batches: list[Batch], labels: Tensor) -> Tensor:
         """Add up the gradients of this rank's part of the batch; return the sum of its token losses.
@@ -308,7 +310,9 @@ class Trainer:
 
     def validate(self) -> float:
         """Validate and log it; return the loss."""
-        result = run_validation(self.model, self.validation_batches, self.device, self.meshes.loss_group)
+        result = run_validation(
+            self.model, self.validation_batches, self.own_part, self.device, self.meshes.loss_group
+        )
         self.metrics.log_validation(
             self.steps_done,
             loss=result.loss,

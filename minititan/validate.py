@@ -5,7 +5,7 @@ It changes nothing of training: no gradients, no counters, the data position of 
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minititan.loss import IGNORED
+
+Batch = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -31,18 +33,23 @@ class ValidationResult:
 
 @torch.no_grad()
 def run_validation(
-    model: Any, batches: Iterable[Mapping[str, Tensor]], device: torch.device, group: dist.ProcessGroup
+    model: Any,
+    batches: Iterable[Batch],
+    own_part: Callable[[Batch], Batch],
+    device: torch.device,
+    group: dist.ProcessGroup,
 ) -> ValidationResult:
-    """Return the result over the batches of all data-parallel ranks of `group`; every rank must call it.
+    """Return the result over the batches of all ranks of `group`; every rank must call it.
 
-    A batch has `tokens` and `labels` [b, T]; each rank must have the same number of batches.
+    A batch has `tokens` and `labels` [b, T], of which a rank computes `own_part`; each rank must have the
+    same number of batches.
     """
     start = time.perf_counter()
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # losses, labels
     training = model.training
     model.eval()
     for batch in batches:
-        inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+        inputs = own_part({name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()})
         labels = inputs.pop("labels")
         sums[0] += model.lm_head(model(**inputs), labels)
         sums[1] += (labels != IGNORED).sum()

@@ -45,6 +45,11 @@ class Meshes:
         return [self.loss_group, *([self.tp.get_group()] if self.tp is not None else [])]
 
     @property
+    def sequence_groups(self) -> list[ProcessGroup]:
+        """Groups that such a sum goes over to be of whole sequences."""
+        return [mesh.get_group() for mesh in (self.cp, self.tp) if mesh is not None]
+
+    @property
     def dp_rank(self) -> int:
         return self.dp.get_local_rank()
 
