@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 Mask = Any  # a boolean tensor that broadcasts to [B, H, T, keys], a BlockMask of FlexAttention, None: causal
 SMALLEST_HEAD = 16  # of FlexAttention's kernels
@@ -32,9 +31,11 @@ def causal_mask(
     A token sees itself and those before it, `window` in all, inside its run of equal `document_ids` [B, T].
     `places`: of the queries, where they are some of the tokens only.
     """
-    if document_ids is None and (window is None or window >= length):
+    by_blocks = device.type == "cuda" and head_dim >= SMALLEST_HEAD and dtype != torch.float64
+    is_plain = document_ids is None and (window is None or window >= length)
+    if is_plain and (places is None or not by_blocks):
         return None
-    if device.type == "cuda" and head_dim >= SMALLEST_HEAD and dtype != torch.float64:
+    if by_blocks:
         return block_mask(length, window, document_ids, device, places)
     places = torch.arange(length, device=device) if places is None else places
     return _boolean(places, length, window, document_ids)
@@ -107,7 +108,7 @@ def attend(
     q, k, v = (F.pad(x, (0, widest - x.shape[-1])) if x.shape[-1] < widest else x for x in (q, k, v))
     queries, keys = q.shape[-2], k.shape[-2]
     if mask is None and queries < keys:
-        mask = causal_lower_right(queries, keys)
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
     )
