@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.distributed.context_layouts import context_row
 from tests.distributed.harness import run_ranks
 from tests.distributed.layouts import (
     BASE,
@@ -32,6 +33,10 @@ SIX = tuple(
 EXPERTS = tuple(
     experts_row(name, same=DEEPSEEK | FLOAT32 | VOCABULARY_265)
     for name in ("one", "dp4-ep2", "dp2-tp2-ep4", "dp2-tp2-ep2-etp2", "hsdp2x2-ep2", "tp2")
+)
+CONTEXT = (
+    context_row("cp2-tp2", same=UNEVEN),
+    *(row_of({"layout": name}).with_("", same=UNEVEN) for name in ("one", "dp4", "dp2-tp2")),
 )
 RUN = BASE | {"training.steps": "3", "checkpoint.enable": "true"}
 STEPS_BEFORE, SAMPLES_BEFORE = 3, 3 * 32
