@@ -20,6 +20,7 @@ from minititan.metrics import MetricsLogger
 from minititan.models.moe import Router
 from minititan.optimizer import GroupedOptimizer, build_optimizer
 from minititan.parallelisms import Meshes, parallelize
+from minititan.parallelisms.context_parallel import Batch, build_split
 from minititan.parallelisms.pipeline import Pipeline, keep_modules
 from minititan.parallelisms.tensor_parallel import first_row
 from minititan.profiling import Profiler
@@ -120,6 +121,13 @@ def model_of(run: Run, meshes: Meshes, device: torch.device, modules: Sequence[s
         config.debug.seed or 0,
     )
     return model
+
+
+def own_part_of(run: Run, meshes: Meshes) -> Callable[[Batch], Batch]:
+    """Return what takes this rank's part of each sequence of a batch."""
+    if meshes.cp is None:
+        return lambda batch: batch
+    return build_split(meshes.cp, run.config.parallelism.context_parallel_load_balancer).batch
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:

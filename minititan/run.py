@@ -17,6 +17,7 @@ from minititan.config.stages import PP, stage_faults, stages_of
 from minititan.hugging_face.mesh import check_folder
 from minititan.models.hugging_face import HuggingFaceForm
 from minititan.optimizer import ParamGroup, rules_of
+from minititan.parallelisms.context_parallel import seam_faults
 from minititan.parallelisms.expert_parallel import experts_faults
 from minititan.parallelisms.fsdp import uneven_faults
 from minititan.parallelisms.pipeline import stage_fault
@@ -82,6 +83,10 @@ def check_model(config: Config, spec: registry.ModelSpec, args: Any) -> nn.Modul
         rules = plan_faults(model, plan)
         way_out = f"mend the plan of the model {config.model.name}, or use 1"
         faults += [config.fault("parallelism.tensor_parallel_degree", rule, way_out) for rule in rules]
+    if config.parallelism.context_parallel_degree > 1 and not faults:
+        way_out = "docs/models.md says what it takes, or use 1"
+        rules = seam_faults(model)
+        faults += [config.fault("parallelism.context_parallel_degree", rule, way_out) for rule in rules]
     if faults:
         raise ConfigError(*faults)
     return model

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from minititan import build
-from minititan.checkpoint.agreement import RanksFailedError, first_rank
 from minititan.config import Config, ConfigError, load
 from minititan.config.command_line import USAGE, asks_for_help
 from minititan.distributed import (
@@ -43,7 +42,7 @@ from minititan.report import closing_lines, opening_lines, stopped_lines, write_
 from minititan.resume import Checkpoints, Progress, completed_step, finish_export
 from minititan.routing import StepRouters
 from minititan.run import Run, check
-from minititan.run_status import RunStatus
+from minititan.run_status import RunStatus, take_folders
 from minititan.saving import Saves
 from minititan.signals import StopSignals, watched
 from minititan.step_requests import StepRequests
@@ -82,6 +81,7 @@ class Trainer:
         )
         self.loader = build.train_loader_of(run, self.meshes)
         self.validation_batches = build.validation_loader_of(run, self.meshes)
+        self.own_part = build.own_part_of(run, self.meshes)
         parts = build.parts_of(run, self.meshes, self.device)
         self.parts = list(parts.values())
         # Taken once: while FSDP has gathered a unit's parameters, its modules hold others.
@@ -112,7 +112,7 @@ class Trainer:
         """
         trainer = cls(run, place, stop or StopSignals(), status or RunStatus())
         if status is not None:
-            take_folders(run, status)
+            take_folders(status, run.locked_folders)
         progress = trainer.checkpoints.load()
         trainer.steps_done, trainer.tokens_seen = progress.steps_done, progress.tokens_seen
         trainer.tell_status()
@@ -155,7 +155,8 @@ class Trainer:
         """Take one optimizer step on the next global batch; `batches` yields this rank's micro-batches."""
         with self.metrics.data_loading():
             count = self.job.layout.accumulation_steps(self.steps_done + 1)
-            micro_batches = [self.to_device(next(batches)) for _ in range(count)]
+            whole = [self.to_device(next(batches)) for _ in range(count)]
+        micro_batches = [self.own_part(batch) for batch in whole]
         group = self.meshes.loss_group
         labels = torch.stack([(batch["labels"] != IGNORED).sum() for batch in micro_batches]).sum()
         own_labels = labels.clone()
@@ -182,7 +183,7 @@ class Trainer:
         self.steps_done = self.status.step = step
         self.tokens_seen += self.job.layout.batch_sizes.at(step) * self.config.training.seq_len
         if self.metrics.due(step):
-            self.log(loss, own_labels, labels, norm, self.config.optimizer.lr * factor, micro_batches)
+            self.log(loss, own_labels, labels, norm, self.config.optimizer.lr * factor, whole)
 
     def forward_backward(self, micro_batches: list[Batch], labels: Tensor) -> Tensor:
         """Add up the gradients of this rank's part of the batch; return the sum of its token losses.
@@ -316,7 +317,9 @@ class Trainer:
     def validate(self) -> float:
         """Validate and log it; return the loss."""
         group = self.meshes.loss_group
-        result = run_validation(self.parts, self.validation_batches, self.device, group, self.pipeline)
+        result = run_validation(
+            self.parts, self.validation_batches, self.own_part, self.device, group, self.pipeline
+        )
         self.metrics.log_validation(
             self.steps_done,
             loss=result.loss,
@@ -386,15 +389,6 @@ def train(config: Config, stop: StopSignals, status: RunStatus) -> int:
             status.write("preempted", f"{trainer.requests.stop}{nothing}")
     shutdown(place)
     return 0 if finished else PREEMPTED_EXIT_CODE
-
-
-def take_folders(run: Run, status: RunStatus) -> None:
-    """Make this the only run in its folders; raise ConfigError on all ranks where another is in them."""
-    try:
-        first_rank(lambda: status.take(run.locked_folders))
-    except RanksFailedError as failed:
-        raise failed.explained(f"{run.folder}: could not be locked", "set another job.dump_folder") from None
-    status.join(run.folder)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ It changes nothing of training: no gradients, no counters, the data position of 
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ from torch import Tensor
 
 from minititan.loss import IGNORED
 from minititan.parallelisms.pipeline import Pipeline
+
+Batch = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -33,15 +35,17 @@ class ValidationResult:
 @torch.no_grad()
 def run_validation(
     parts: Sequence[Any],
-    batches: Iterable[Mapping[str, Tensor]],
+    batches: Iterable[Batch],
+    own_part: Callable[[Batch], Batch],
     device: torch.device,
     group: dist.ProcessGroup,
     pipeline: Pipeline | None = None,
 ) -> ValidationResult:
-    """Return the result over the batches of all data-parallel ranks of `group`; every rank must call it.
+    """Return the result over the batches of all ranks of `group`; every rank must call it.
 
-    A batch has `tokens` and `labels` [b, T]; each rank must have the same number of batches. `parts` is the
-    model, or those parts of it that go through `pipeline` with those of other ranks.
+    A batch has `tokens` and `labels` [b, T], of which a rank computes `own_part`; each rank must have the
+    same number of batches. `parts` is the model, or those parts of it that go through `pipeline` with those
+    of other ranks.
     """
     start = time.perf_counter()
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # losses, labels
@@ -51,9 +55,9 @@ def run_validation(
     if pipeline is not None:
         pipeline.begin_evaluation()
     for batch in batches:
-        inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+        inputs = own_part({name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()})
         sums[1] += (inputs["labels"] != IGNORED).sum()
-        sums[0] += token_losses(parts[0], inputs) if pipeline is None else pipeline.token_losses(inputs)
+        sums[0] += _token_losses(parts[0], inputs) if pipeline is None else pipeline.token_losses(inputs)
     for part, mode in zip(parts, training, strict=True):
         part.train(mode)
     dist.all_reduce(sums, group=group)
@@ -63,7 +67,7 @@ def run_validation(
     return ValidationResult(loss / max(tokens, 1.0), int(tokens), time.perf_counter() - start)
 
 
-def token_losses(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
+def _token_losses(model: Any, batch: Batch) -> Tensor:
     """Return the sum of the token losses of a batch."""
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
     return model.lm_head(model(**inputs), batch["labels"])

@@ -131,6 +131,7 @@ OFF = [
     "parallelism.pipeline_parallel_schedule=none such",
     "parallelism.expert_tensor_parallel_degree=8",
     "parallelism.context_parallel_rotate_method=alltoall",
+    "parallelism.context_parallel_load_balancer=x",
     "checkpoint.interval=0",
     "checkpoint.async_mode=async",
     "checkpoint.last_save_in_hf",
@@ -194,14 +195,6 @@ REFUSED = {
     "parallelism.enable_async_tensor_parallel": (
         ["parallelism.enable_async_tensor_parallel"],
         "asynchronous tensor parallelism is not there yet",
-    ),
-    "parallelism.context_parallel_degree": (
-        ["parallelism.context_parallel_degree=2"],
-        "context parallelism is not there yet; only 1 so far",
-    ),
-    "parallelism.expert_parallel_degree": (
-        ["parallelism.expert_parallel_degree=2"],
-        "expert parallelism is not there yet; only 1 so far",
     ),
     "checkpoint.initial_load_in_hf_quantized": (
         ["checkpoint.enable", "checkpoint.initial_load_in_hf_quantized"],

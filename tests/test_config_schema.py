@@ -114,6 +114,7 @@ OUR_KEYS = {
     "optimizer.no_decay": (),
     "parallelism.disable_sequence_parallel": False,
     "parallelism.disable_embedding_parallel": False,
+    "parallelism.context_parallel_method": "all_gather",
     "data.cache_folder": None,
     "data.text_key": "text",
     "data.txt_lines": False,

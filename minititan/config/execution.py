@@ -59,13 +59,15 @@ class Parallelism(Section):
     pipeline_parallel_expert_parallel_overlap: bool = True
     """Overlap expert communication with another micro-batch; no effect so far."""
     context_parallel_degree: Positive = 1
-    """Ways that the sequence is split for attention; only 1 so far."""
-    context_parallel_load_balancer: OptionalText = "headtail"
-    """How the sequence is dealt out, so that causal attention costs every rank the same."""
+    """Ways that the sequence is split between and inside the layers."""
+    context_parallel_method: Literal["all_gather", "all_to_all"] = "all_gather"
+    """Own key. How attention meets the whole sequence: each rank by its keys and values, or by some heads."""
+    context_parallel_load_balancer: Annotated[OptionalText, Choices(("headtail", "none"))] = "headtail"
+    """A rank's part: "headtail", a piece from each end, so that all have as much to do; "none": one piece."""
     context_parallel_rotate_method: Literal["allgather", "alltoall"] = "allgather"
-    """How keys and values move."""
+    """TorchTitan's key; `context_parallel_method` says how here."""
     expert_parallel_degree: Positive = 1
-    """Ranks of data_parallel_shard_degree x tensor_parallel_degree that the experts are spread over."""
+    """Ranks that experts are spread over, of the shard x context x tensor-parallel ones."""
     expert_tensor_parallel_degree: Positive = 1
     """With experts spread: 1, or tensor_parallel_degree to split each one as well."""
     expert_parallel_comm_backend: Literal["standard", "deepep"] = "standard"

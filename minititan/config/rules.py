@@ -131,7 +131,6 @@ REFUSALS = (
     _not_yet("optimizer.early_step_in_backward", "the optimizer step inside the backward pass", False),
     _not_yet("training.gc_debug", "debugging of the garbage collector", False),
     _not_yet("parallelism.enable_async_tensor_parallel", "asynchronous tensor parallelism", False),
-    _not_yet("parallelism.context_parallel_degree", "context parallelism", 1),
     _not_yet(
         "parallelism.expert_parallel_comm_backend",
         "DeepEP",

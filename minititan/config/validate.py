@@ -10,6 +10,7 @@ from math import prod
 from typing import Any
 
 from minititan.config.batches import BatchSizes
+from minititan.config.contexts import heads_faults, length_faults
 from minititan.config.error import ConfigError
 from minititan.config.experts import expert_faults
 from minititan.config.rules import key_faults, relation_faults
@@ -57,11 +58,12 @@ def validate(
         raise ConfigError(*key_level)
     faults = relation_faults(config)
     faults += _tensor_parallel_faults(config, args, tensor_parallel_plan)
-    faults += _length_faults(config, args)
+    faults += heads_faults(config, args)
+    faults += length_faults(config, args)
     faults += _vocabulary_faults(config, args, vocab_size)
     dp_shard, degree_faults = _shard_degree(config, args, world_size)
     faults += degree_faults
-    faults += expert_faults(config, args, dp_shard * config.parallelism.context_parallel_degree)
+    faults += expert_faults(config, args, dp_shard)
     dp = config.parallelism.data_parallel_replicate_degree * dp_shard
     batch = config.training.local_batch_size * dp
     training = config.training
@@ -164,25 +166,6 @@ def _tensor_parallel_faults(config: Config, args: Any, has_plan: bool) -> list[s
         faults.append(
             config.fault("parallelism.disable_embedding_parallel", rule, "use false, or untie them")
         )
-    return faults
-
-
-def _length_faults(config: Config, args: Any) -> list[str]:
-    """Faults of `seq_len` in training and, where it is on, in validation."""
-    tp = config.parallelism.tensor_parallel_degree
-    split = tp > 1 and not config.parallelism.disable_sequence_parallel
-    longest = getattr(args, "max_position_embeddings", None)
-    faults = []
-    for key in ("training.seq_len", *(("validation.seq_len",) if config.validation.enable else ())):
-        seq_len = config.value(key)
-        if split and seq_len % tp:
-            near = [length for length in (seq_len // tp * tp, (seq_len // tp + 1) * tp) if length]
-            rule = f"must be a multiple of tensor_parallel_degree ({tp}) for sequence parallelism"
-            nearest = f"nearest: {' or '.join(map(str, near))}"
-            faults.append(config.fault(key, rule, f"{nearest}; or set parallelism.disable_sequence_parallel"))
-        if longest and seq_len > longest:
-            rule = f"must be at most the model's max_position_embeddings ({longest})"
-            faults.append(config.fault(key, rule, "lower it, or raise model.args.max_position_embeddings"))
     return faults
 
 

@@ -8,6 +8,7 @@ import torch
 from minititan.config import Config
 from minititan.parallelisms.activation_checkpoint import apply_activation_checkpoint, set_memory_budget
 from minititan.parallelisms.compile import apply_compile
+from minititan.parallelisms.context_parallel import apply_context_parallel, build_split
 from minititan.parallelisms.expert_parallel import apply_expert_parallel, connect_routers
 from minititan.parallelisms.fsdp import apply_fsdp
 from minititan.parallelisms.mesh import Meshes, build_meshes
@@ -41,7 +42,10 @@ def parallelize(
         )
     if meshes.experts is not None:
         unwraps |= apply_expert_parallel(model, meshes.experts)
-    connect_routers(model, None if meshes.tp is None else meshes.tp.get_group(), meshes.token_groups)
+    if meshes.cp is not None:
+        split = build_split(meshes.cp, parallelism.context_parallel_load_balancer)
+        apply_context_parallel(model, split, parallelism.context_parallel_method)
+    connect_routers(model, meshes.sequence_groups, meshes.token_groups)
     for unit in units:
         unit.localize(unwraps)
 

@@ -45,6 +45,11 @@ class Meshes:
         return [self.loss_group, *([self.tp.get_group()] if self.tp is not None else [])]
 
     @property
+    def sequence_groups(self) -> list[ProcessGroup]:
+        """Groups that such a sum goes over to be of whole sequences."""
+        return [mesh.get_group() for mesh in (self.cp, self.tp) if mesh is not None]
+
+    @property
     def pipeline_group(self) -> ProcessGroup | None:
         """The ranks that have the stages of one pipeline; None where there is none."""
         return None if self.pp is None else self.pp.get_group()

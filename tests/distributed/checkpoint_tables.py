@@ -26,9 +26,10 @@ def fault_table(outcomes: dict[str, Outcome]) -> str:
 
 
 def reshard_table(found: dict[tuple[str, str], list[str]]) -> str:
-    lines = ["| from \\ to | " + " | ".join(SIX) + " |", "|---" * (len(SIX) + 1) + "|"]
-    for before in SIX:
-        cells = [", ".join(found[before, after]) or "equal" for after in SIX]
+    names = [row.name for row in SIX]
+    lines = ["| from \\ to | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    for before in names:
+        cells = [", ".join(found[before, after]) or "equal" for after in names]
         lines.append(f"| {before} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -52,9 +52,8 @@ class Row:
 
     def with_(self, suffix: str, overrides: Overrides | None = None, same: Overrides | None = None) -> "Row":
         """This row with more keys set."""
-        return Row(
-            f"{self.name} {suffix}", self.ranks, self.overrides | (overrides or {}), self.same | (same or {})
-        )
+        name = f"{self.name} {suffix}".strip()
+        return Row(name, self.ranks, self.overrides | (overrides or {}), self.same | (same or {}))
 
     def reference(self) -> "Row":
         """The run on one process, with nothing but the defaults, that this row must equal."""
@@ -68,6 +67,7 @@ class Degrees:
     tp: int = 1
     ep: int = 1
     etp: int = 1
+    cp: int = 1
 
     @property
     def dp(self) -> int:
@@ -75,13 +75,14 @@ class Degrees:
 
     @property
     def ranks(self) -> int:
-        return self.dp * self.tp
+        return self.dp * self.tp * self.cp
 
     def overrides(self, accumulation: int = 1) -> Overrides:
         return {
             "parallelism.data_parallel_replicate_degree": str(self.replicate),
             "parallelism.data_parallel_shard_degree": str(self.shard),
             "parallelism.tensor_parallel_degree": str(self.tp),
+            "parallelism.context_parallel_degree": str(self.cp),
             "parallelism.expert_parallel_degree": str(self.ep),
             "parallelism.expert_tensor_parallel_degree": str(self.etp),
             "training.local_batch_size": str(GLOBAL_BATCH // self.dp // accumulation),
@@ -338,8 +339,8 @@ SAMPLED = (
     _row("dp4", "growing batch", same={"training.global_batch_size_schedule": "[{step = 4, size = 64}]"}),
 )
 
-# Mixtures of experts: one with a balancing loss; one with groups, shared experts and a bias, its first layer
-# dense; and that of gpt-oss, whose experts have biases.
+# Mixtures of experts: one with auxiliary losses; one with groups, shared experts, a correction bias and a
+# dense first layer; and one whose experts and router have biases.
 MOE: Overrides = {
     "model.name": "qwen3",
     "model.flavor": "debugmodel_moe",
@@ -347,18 +348,18 @@ MOE: Overrides = {
     "model.args.router_aux_loss_coef": "0.01",
     "model.args.router_z_loss_coef": "0.001",
 }
-BIASED: Overrides = MOE | {
+DEEPSEEK: Overrides = {
+    "model.name": "deepseek_v3",
+    "model.args.moe_intermediate_size": "32",
     "model.args.num_hidden_layers": "3",
-    "model.args.first_k_dense_replace": "1",
-    "model.args.n_shared_experts": "2",
-    "model.args.scoring_func": "sigmoid",
-    "model.args.routed_scaling_factor": "2.5",
-    "model.args.n_group": "4",
-    "model.args.topk_group": "2",
-    "model.args.score_correction": "true",
-    "model.args.router_bias_update_speed": "0.001",
+}
+GPT_OSS: Overrides = {
+    "model.name": "gpt_oss",
+    "model.args.moe_intermediate_size": "32",
+    "model.args.sliding_window": "6",
 }
 BY_BATCH: Overrides = MOE | {"model.args.router_aux_loss_scope": "batch"}
+FOUR_EXPERTS: Overrides = MOE | {"model.args.num_experts": "4"}
 
 EXPERT_LAYOUTS = {
     "dp2-ep2": Degrees(shard=2, ep=2),
@@ -378,7 +379,7 @@ EXPERT_LAYOUTS = {
 }
 
 
-def _experts(
+def experts_row(
     layout: str,
     name: str = "",
     overrides: Overrides | None = None,
@@ -393,15 +394,46 @@ def _experts(
 
 
 AC_FULL, AC_OP = FACTORS["checkpointing"]["ac-full"], FACTORS["checkpointing"]["ac-op"]
+AOT_EAGER = _compiled("aot_eager")
 EXPERTS = (
-    *(_experts(layout) for layout in ("dp2", "tp2", "hsdp2x2-tp2", *EXPERT_LAYOUTS)),
+    *(experts_row(layout) for layout in ("dp2", "tp2", "hsdp2x2-tp2", *EXPERT_LAYOUTS)),
     *(
-        _experts(layout, "biased", same=BIASED)
+        experts_row(layout, "deepseek", same=DEEPSEEK)
         for layout in ("dp2", "tp2", "dp2-tp2", "dp4-ep2", "dp2-tp2-ep4", "dp2-tp2-ep2-etp2", "hsdp2x2-ep2")
     ),
+    *(
+        experts_row(layout, "gpt-oss", same=GPT_OSS)
+        for layout in ("dp2", "tp2", "dp4-ep2", "dp2-tp2-ep4", "dp2-tp2-ep2-etp2")
+    ),
+    experts_row("dp2-ep2", "ac-full acc2", AC_FULL, accumulation=2),
+    experts_row("dp4-ep2", "ac-op never acc4", AC_OP | FACTORS["reshard"]["never"], accumulation=4),
+    experts_row("dp2-tp2-ep2", "ac-op acc2", AC_OP, accumulation=2),
+    experts_row("dp2-tp2-ep2-etp2", "ac-op always", AC_OP | FACTORS["reshard"]["always"]),
+    experts_row("tp2", "ac-full no-ep", AC_FULL | NO_EMBEDDING),
+    experts_row("dp2-tp2-ep4", "deepseek ac-op acc2", AC_OP, DEEPSEEK, accumulation=2),
+    experts_row("dp2-tp2-ep2-etp2", "gpt-oss ac-full acc2", AC_FULL, GPT_OSS, accumulation=2),
+    experts_row("dp2-ep2", "aot-eager", AOT_EAGER),
+    experts_row("dp2-ep2", "aot-eager ac-op", AOT_EAGER | AC_OP),
+    experts_row("tp2-ep2", "aot-eager ac-full", AOT_EAGER | AC_FULL),
+    experts_row("tp2-ep2", "deepseek aot-eager ac-op acc2", AOT_EAGER | AC_OP, DEEPSEEK, accumulation=2),
+    experts_row("dp2-tp2-ep2", "by-batch", same=BY_BATCH),
+    experts_row("dp2-ep2", "offload", OFFLOAD),
+    experts_row("dp4-ep2", "Muon", same=MOE | {"optimizer.name": "Muon"}),
+    experts_row("dp4-ep2", "documents", same=MOE | DOCUMENTS),
+    experts_row("dp2-tp2-ep2", "float32", same=MOE | FLOAT32),
+    _with_batch("dp6-ep2", "moe experts-4", Degrees(shard=6, ep=2), 2).with_("", same=FOUR_EXPERTS),
 )
 
-EXTRAS = (*BUDGETED, *OFFLOADED, *SAMPLED, *ODD_SIZES, *IN_FLOAT32, *CHECKPOINTED, *COMPILED_IN_FLOAT32)
+EXTRAS = (
+    *BUDGETED,
+    *EXPERTS,
+    *OFFLOADED,
+    *SAMPLED,
+    *ODD_SIZES,
+    *IN_FLOAT32,
+    *CHECKPOINTED,
+    *COMPILED_IN_FLOAT32,
+)
 
 
 def every_row() -> tuple[Row, ...]:
@@ -434,6 +466,8 @@ def quick_rows() -> tuple[Row, ...]:
         *(row.name for row in CHECKPOINTED),
         *(f"{layout} inductor float32" for layout in ("one", "dp2", "tp2")),
         *("dp3", "dp2 offload", "one budget-0", "tp2 vocabulary-265", "dp4-tp2 vocabulary-265 tied"),
+        *("dp4-ep2 moe", "hsdp2x2-ep2 moe", "tp2 moe ac-full no-ep", "dp2-ep2 moe aot-eager ac-op"),
+        *("dp2-tp2-ep4 moe deepseek ac-op acc2", "dp2-tp2-ep2-etp2 moe gpt-oss ac-full acc2"),
         *("dp2-tp2 layers-3 ac-2", "tp2 documents no-sp", "hsdp2x2 pack", "dp4 growing batch"),
     }
     return (*map(row_of, crossed), *(row for row in EXTRAS if row.name in names))

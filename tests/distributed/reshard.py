@@ -10,13 +10,35 @@ from typing import Any
 
 import numpy as np
 
+from tests.distributed.context_layouts import context_row
 from tests.distributed.harness import run_ranks
-from tests.distributed.layouts import BASE, FLOAT32, VOCABULARY_265, WIDTH_91, Row, row_of
+from tests.distributed.layouts import (
+    BASE,
+    DEEPSEEK,
+    FLOAT32,
+    VOCABULARY_265,
+    WIDTH_91,
+    Row,
+    experts_row,
+    row_of,
+)
 from tests.distributed.runs import Pieces, arguments, assembled, piece
 
-SIX = ("one", "dp4", "ddp2", "tp2", "dp2-tp2", "hsdp2x2-tp2")
 # Sizes that no layout divides evenly.
-RUN = BASE | FLOAT32 | VOCABULARY_265 | WIDTH_91 | {"training.steps": "3", "checkpoint.enable": "true"}
+UNEVEN = FLOAT32 | VOCABULARY_265 | WIDTH_91
+SIX = tuple(
+    row_of({"layout": name}).with_("", same=UNEVEN)
+    for name in ("one", "dp4", "ddp2", "tp2", "dp2-tp2", "hsdp2x2-tp2")
+)
+EXPERTS = tuple(
+    experts_row(name, same=DEEPSEEK | FLOAT32 | VOCABULARY_265)
+    for name in ("one", "dp4-ep2", "dp2-tp2-ep4", "dp2-tp2-ep2-etp2", "hsdp2x2-ep2", "tp2")
+)
+CONTEXT = (
+    context_row("cp2-tp2", same=UNEVEN),
+    *(row_of({"layout": name}).with_("", same=UNEVEN) for name in ("one", "dp4", "dp2-tp2")),
+)
+RUN = BASE | {"training.steps": "3", "checkpoint.enable": "true"}
 STEPS_BEFORE, SAMPLES_BEFORE = 3, 3 * 32
 
 
@@ -51,7 +73,7 @@ def trainer_of(row: Row, folder: Path, cache: Path, more: dict[str, str]) -> Any
     from minititan.run import check
     from minititan.train import Trainer
 
-    words = arguments(RUN | row.overrides | {"data.cache_folder": str(cache)} | more, folder)
+    words = arguments(RUN | row.same | row.overrides | {"data.cache_folder": str(cache)} | more, folder)
     with contextlib.redirect_stdout(io.StringIO()):
         return Trainer.build(check(load(words), row.ranks), init_distributed(timeout_seconds=120))
 
@@ -69,9 +91,8 @@ def load(rank: int, world: int, row: Row, folders: list[Path], cache: Path) -> l
     return [state_of(trainer_of(row, folder, cache, {"checkpoint.load_only": "true"})) for folder in folders]
 
 
-def differences(before: list[State], after: list[State], names: tuple[str, str]) -> list[str]:
+def differences(before: list[State], after: list[State], rows: tuple[Row, Row]) -> list[str]:
     """What the ranks `after` have otherwise than those `before`; also fails where copies differ."""
-    rows = [row_of({"layout": name}) for name in names]
     whole, found = (
         assembled(row, "state", [state.pieces for state in states])
         for row, states in zip(rows, (before, after), strict=True)
@@ -88,19 +109,20 @@ def _same_bits(one: np.ndarray, other: np.ndarray) -> bool:
     return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
 
 
-def reshard_all(root: Path, cache: Path, layouts: tuple[str, ...] = SIX) -> dict[tuple[str, str], list[str]]:
-    """For every two layouts what was not taken over to the bit."""
-    rows = {name: row_of({"layout": name}) for name in layouts}
-    folders = {name: root / name for name in layouts}
-    saved = {name: run_ranks(save, row.ranks, row, folders[name], cache) for name, row in rows.items()}
-    for states in saved.values():
+def reshard_all(root: Path, cache: Path, rows: tuple[Row, ...] = SIX) -> dict[tuple[str, str], list[str]]:
+    """For every two rows what was not taken over to the bit."""
+    folders = [root / row.name for row in rows]
+    saved = [
+        run_ranks(save, row.ranks, row, folder, cache) for row, folder in zip(rows, folders, strict=True)
+    ]
+    for states in saved:
         assert states[0].counters["steps_done"] == STEPS_BEFORE
         assert states[0].counters["samples_consumed"] == SAMPLES_BEFORE
         # No tensor is what it was at the start, or moments could be missed.
         assert all(piece.values.any() for piece in states[0].pieces.values() if piece.values.size)
     found = {}
-    for after, row in rows.items():
-        ranks = run_ranks(load, row.ranks, row, [*folders.values()], cache, timeout=300)
-        for before, states in zip(layouts, zip(*ranks, strict=True), strict=True):
-            found[before, after] = differences(saved[before], list(states), (before, after))
+    for after in rows:
+        ranks = run_ranks(load, after.ranks, after, folders, cache, timeout=300)
+        for before, own, states in zip(rows, saved, zip(*ranks, strict=True), strict=True):
+            found[before.name, after.name] = differences(own, list(states), (before, after))
     return found

@@ -1,17 +1,24 @@
-"""From each of six layouts to each of the six, a run takes over everything to the bit."""
+"""From each of six layouts to each of the six, a run takes over everything to the bit, with experts too."""
 
 import pytest
 
-from tests.distributed.reshard import SIX, reshard_all
+from tests.distributed.reshard import CONTEXT, EXPERTS, SIX, reshard_all
 
 
 @pytest.mark.slow
-def test_every_layout_takes_up_what_every_other_saved(tmp_path, token_cache):
-    found = reshard_all(tmp_path, token_cache)
-    assert len(found) == len(SIX) ** 2
+@pytest.mark.parametrize("rows", [SIX, EXPERTS, CONTEXT], ids=["dense", "experts", "context"])
+def test_every_layout_takes_up_what_every_other_saved(rows, tmp_path, token_cache):
+    found = reshard_all(tmp_path, token_cache, rows)
+    assert len(found) == len(rows) ** 2
     assert {pair: wrong for pair, wrong in found.items() if wrong} == {}
 
 
-def test_two_layouts_take_up_what_the_other_saved(tmp_path, token_cache):
-    found = reshard_all(tmp_path, token_cache, ("dp2-tp2", "ddp2"))
+@pytest.mark.parametrize(
+    "rows, names",
+    [(SIX, "dp2-tp2 ddp2"), (EXPERTS, "dp4-ep2 dp2-tp2-ep2-etp2"), (CONTEXT, "cp2-tp2 dp4")],
+    ids=["dense", "experts", "context"],
+)
+def test_two_layouts_take_up_what_the_other_saved(rows, names, tmp_path, token_cache):
+    two = tuple(row for row in rows if row.name.split()[0] in names.split())
+    found = reshard_all(tmp_path, token_cache, two)
     assert len(found) == 4 and not any(found.values())
