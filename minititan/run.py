@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from minititan import data, registry
+from minititan.checkpoint.agreement import RanksFailedError, first_rank
 from minititan.checkpoint.folder import check_checkpoint, check_step, check_writable, committed_steps
 from minititan.config import Config, ConfigError, Layout, validate
 from minititan.config.stages import PP, stage_faults, stages_of
@@ -22,6 +23,7 @@ from minititan.parallelisms.expert_parallel import experts_faults
 from minititan.parallelisms.fsdp import uneven_faults
 from minititan.parallelisms.pipeline import stage_fault
 from minititan.parallelisms.tensor_parallel import plan_faults
+from minititan.run_status import RunStatus
 from minititan.sinks import check_wandb
 
 
@@ -252,3 +254,12 @@ def check(config: Config, world_size: int) -> Run:
     if faults or layout is None:
         raise ConfigError(*faults)
     return Run(config, spec, args, tokenizer, layout)
+
+
+def take_folders(run: Run, status: RunStatus) -> None:
+    """Make this the only run in its folders; raise ConfigError on all ranks where another is in them."""
+    try:
+        first_rank(lambda: status.take(run.locked_folders))
+    except RanksFailedError as failed:
+        raise failed.explained(f"{run.folder}: could not be locked", "set another job.dump_folder") from None
+    status.join(run.folder)

@@ -14,7 +14,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-from minititan.checkpoint.agreement import RanksFailedError, first_rank
 from minititan.config import ConfigError
 
 STATUS_NAME = "run_status.json"
@@ -131,16 +130,3 @@ def _holder(path: Path) -> str:
         return f"process {holder['pid']} on {holder['host']}, since {holder['time']}"
     except (OSError, ValueError, KeyError, TypeError):
         return f"see {path}"  # it has just been locked
-
-
-def take_folders(status: RunStatus, folders: Mapping[str, Path]) -> None:
-    """Make a run the only one in its folders, by the keys that set them; every rank must call it.
-
-    Raises ConfigError on all ranks where another is in them.
-    """
-    folder = folders["job.dump_folder"]
-    try:
-        first_rank(lambda: status.take(folders))
-    except RanksFailedError as failed:
-        raise failed.explained(f"{folder}: could not be locked", "set another job.dump_folder") from None
-    status.join(folder)

@@ -41,8 +41,8 @@ from minititan.parallelisms import build_meshes
 from minititan.report import closing_lines, opening_lines, stopped_lines, write_config
 from minititan.resume import Checkpoints, Progress, completed_step, finish_export
 from minititan.routing import StepRouters
-from minititan.run import Run, check
-from minititan.run_status import RunStatus, take_folders
+from minititan.run import Run, check, take_folders
+from minititan.run_status import RunStatus
 from minititan.saving import Saves
 from minititan.signals import StopSignals, watched
 from minititan.step_requests import StepRequests
@@ -112,7 +112,7 @@ class Trainer:
         """
         trainer = cls(run, place, stop or StopSignals(), status or RunStatus())
         if status is not None:
-            take_folders(status, run.locked_folders)
+            take_folders(run, status)
         progress = trainer.checkpoints.load()
         trainer.steps_done, trainer.tokens_seen = progress.steps_done, progress.tokens_seen
         trainer.tell_status()
