@@ -139,12 +139,13 @@ def bubble(spans: Sequence[Sequence[Span]]) -> float:
     return 1 - sum(span.end - span.begin for span in every) / (whole * len(spans))
 
 
-def bubble_by_formula(plan: Plan) -> float | None:
-    """Return the bubble that is known in closed form, of stages that all take the same time."""
-    if SCHEDULES[plan.schedule].splits_backward:
-        return None
-    rest = plan.ranks - 1
-    return rest / (plan.stages_of_rank * plan.micro_batches + rest)
+def bubble_by_formula(plan: Plan) -> float:
+    """Return the bubble in closed form, of stages that all take the same time, with the backward twice as long
+    as the forward: (p - 1) stages wait for the first forward and the last backward, or, where weights'
+    gradients fill the end, for a third of these (arXiv:2104.04473, arXiv:2401.10241).
+    """
+    waits = (plan.ranks - 1) / (3 if SCHEDULES[plan.schedule].splits_backward else 1)
+    return waits / (plan.stages_of_rank * plan.micro_batches + waits)
 
 
 def in_flight(actions: Sequence[Action]) -> dict[int, int]:
