@@ -71,7 +71,14 @@ class Traffic(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _count(self, name: str, args: tuple[Any, ...]) -> None:
-        if name in ("wait_tensor", "barrier", "recv", "recv_any_source", "monitored_barrier"):
+        if name in (
+            "wait_tensor",
+            "wrap_tensor_autograd",
+            "barrier",
+            "recv",
+            "recv_any_source",
+            "monitored_barrier",
+        ):
             return
         group = _group(args)
         ranks, first = group.size(), args[0]
@@ -142,7 +149,7 @@ class Stages:
     def begin_step(self) -> None:
         """Forget what was recorded."""
         self.spans: list[Span] = []
-        self.holders: Counter[tuple[int, int]] = Counter()  # of a stage's storage, by address
+        self.holders: Counter[tuple[int, int]] = Counter()  # of a stage's tensor, by address
         self.bytes: Counter[int] = Counter()  # by stage
         self.most: dict[int, int] = {}
         self.of_one: dict[int, int] = {}  # of the first micro-batch
@@ -190,8 +197,9 @@ class _Kept:
     def __init__(self, stages: Stages, tensor: Tensor) -> None:
         self.tensor, self.stages = tensor, stages
         storage = tensor.untyped_storage()
-        self.size = 0 if storage.data_ptr() in stages.parameters else storage.nbytes()
-        self.key = (stages.stage, storage.data_ptr())
+        own = storage.data_ptr() not in stages.parameters
+        self.size = min(tensor.nbytes, storage.nbytes()) if own else 0
+        self.key = (stages.stage, tensor.data_ptr())
         self.step = stages.holders
         if not self.step[self.key]:
             stages.bytes[stages.stage] += self.size

@@ -12,11 +12,12 @@ Counts are exact whatever the machine does. `--page FILE` writes the parts betwe
 
 import argparse
 import contextlib
+import gc
 import io
 import json
 import statistics
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,23 +82,22 @@ def degrees(**values: int) -> Keys:
     return keys | {"training.local_batch_size": str(BATCH // of_data)}
 
 
-def trainer_of(world: int, keys: Keys, folder: str) -> Trainer:
-    """The trainer of a run; every rank must call it."""
+def begun(world: int, keys: Keys, folder: str) -> tuple[Trainer, Iterator[Any]]:
+    """The trainer of a run after its first step, and its batches; every rank must call it."""
     file = Path(folder, "run.toml")
     words = {"job.dump_folder": f"{folder}/out", "data.cache_folder": f"{folder}/tokens"} | KEYS | keys
     words |= {"training.dataset_path": f"{folder}/text.txt"}
     arguments = [f"--job.config_file={file}", *(f"--{key}={value}" for key, value in words.items())]
     with contextlib.redirect_stdout(io.StringIO()):
-        return Trainer.build(check(load(arguments), world), init_distributed(timeout_seconds=300))
+        trainer = Trainer.build(check(load(arguments), world), init_distributed(timeout_seconds=300))
+        batches = iter(trainer.loader)
+        trainer.step(batches)
+    gc.collect()
+    gc.disable()  # as in a run
+    return trainer, batches
 
 
 # ---- traffic
-
-
-class Sent(NamedTuple):
-    """Bytes that a rank sends in a step, the mean over ranks, by what they are for."""
-
-    of: Mapping[str, float]
 
 
 class Row(NamedTuple):
@@ -113,9 +113,7 @@ class Row(NamedTuple):
 
 def count_in_rank(rank: int, world: int, keys: Keys, folder: str) -> dict[str, float]:
     """Count the second step of a run, by axis; parameters and their gradients apart."""
-    trainer = trainer_of(world, keys, folder)
-    batches = iter(trainer.loader)
-    trainer.step(batches)
+    trainer, batches = begun(world, keys, folder)
     with Traffic() as traffic:
         trainer.step(batches)
     meshes = trainer.meshes
@@ -210,10 +208,9 @@ class Watched(NamedTuple):
 
 
 def watch_in_rank(rank: int, world: int, keys: Keys, folder: str, steps: int) -> Watched:
-    trainer = trainer_of(world, keys, folder)
-    batches, pipeline = iter(trainer.loader), trainer.pipeline
+    trainer, batches = begun(world, keys, folder)
+    pipeline = trainer.pipeline
     assert pipeline is not None
-    trainer.step(batches)
     stages = Stages(pipeline, {kind: UNIT_SECONDS * cost for kind, cost in COSTS.items()})
     spans = []
     for _ in range(steps):
@@ -311,7 +308,9 @@ def write_part(page: Path, part: str, text: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
     parser.add_argument("--ranks", type=int, default=4, help="stages' ranks for bubble and memory")
     parser.add_argument("--steps", type=int, default=5, help="steps for the clock")
