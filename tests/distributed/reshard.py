@@ -22,6 +22,7 @@ from tests.distributed.layouts import (
     experts_row,
     row_of,
 )
+from tests.distributed.pipeline_layouts import pipeline_row
 from tests.distributed.runs import Pieces, arguments, assembled, piece
 
 # Sizes that no layout divides evenly.
@@ -37,6 +38,12 @@ EXPERTS = tuple(
 CONTEXT = (
     context_row("cp2-tp2", same=UNEVEN),
     *(row_of({"layout": name}).with_("", same=UNEVEN) for name in ("one", "dp4", "dp2-tp2")),
+)
+DEEP = UNEVEN | {"model.args.num_hidden_layers": "5", "model.args.tie_word_embeddings": "true"}
+PIPELINE = (
+    pipeline_row("pp2-dp2", "Interleaved1F1B", same=DEEP),
+    pipeline_row("pp2-tp2", "ZBVZeroBubble", same=DEEP),
+    *(row_of({"layout": name}).with_("", same=DEEP) for name in ("one", "dp4", "dp2-tp2")),
 )
 RUN = BASE | {"training.steps": "3", "checkpoint.enable": "true"}
 STEPS_BEFORE, SAMPLES_BEFORE = 3, 3 * 32

@@ -17,6 +17,8 @@ from tests.distributed.layouts import (
     quick_rows,
     row_of,
 )
+from tests.distributed.pipeline_layouts import PIPELINES
+from tests.distributed.pipeline_layouts import QUICK as QUICK_PIPELINES
 from tests.distributed.runs import Numbers, differences, record, too_large
 
 
@@ -33,7 +35,7 @@ def reference(tmp_path_factory, token_cache):
     return lambda row: numbers(tuple(sorted(row.same.items())))
 
 
-@pytest.mark.parametrize("row", [*quick_rows(), *QUICK], ids=str)
+@pytest.mark.parametrize("row", [*quick_rows(), *QUICK, *QUICK_PIPELINES], ids=str)
 def test_a_row_of_the_matrix(row: Row, reference, tmp_path: Path, token_cache: Path) -> None:
     found = differences(record(row, tmp_path, token_cache), reference(row))
     assert not too_large(row, found), found
@@ -46,7 +48,7 @@ def test_every_two_values_that_go_together_meet_in_a_row() -> None:
 
 
 def test_rows_have_names_of_their_own() -> None:
-    rows = (*every_row(), *CONTEXT)
+    rows = (*every_row(), *CONTEXT, *PIPELINES)
     assert len({row.name for row in rows}) == len(rows) >= 60
     assert {row.ranks for row in rows} == {1, 2, 3, 4, 5, 6, 7, 8}
 
