@@ -44,7 +44,7 @@ from minititan.train import Trainer
 Keys = dict[str, str]
 
 LAYERS, WIDTH, HEADS, KV_HEADS, SEQ_LEN, BATCH, EXPERTS, TOP_K = 6, 64, 8, 4, 64, 8, 8, 2
-UNIT_SECONDS = 0.02
+UNIT_SECONDS = 0.04
 KEYS: Keys = {
     "model.args.hidden_size": str(WIDTH),
     "model.args.num_hidden_layers": str(LAYERS),
@@ -118,10 +118,13 @@ def count_in_rank(rank: int, world: int, keys: Keys, folder: str) -> dict[str, f
         trainer.step(batches)
     meshes = trainer.meshes
     parameters = [meshes.fsdp.get_group(axis) for axis in range(meshes.fsdp.ndim)]
+    # Meshes over the same ranks have one group: FSDP's collectives are told apart by their operators.
     found = {"dp": sum(traffic.over(group, "base", "allreduce") for group in parameters)}
+    own = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single", "send")
     for axis, mesh in (("cp", meshes.cp), ("tp", meshes.tp), ("pp", meshes.pp), ("ep", meshes.experts)):
-        if mesh is not None and (axis != "ep" or mesh is not meshes.tp):
-            found[axis] = traffic.over(mesh.get_group(0))
+        if mesh is not None:
+            names = ("all_to_all_single",) if axis == "ep" else own
+            found[axis] = traffic.over(mesh.get_group(mesh.ndim - 1), *names)
     return found | {"parameters": sum(p.numel() for p in build.whole_model(trainer.job).parameters())}
 
 
@@ -141,9 +144,15 @@ def rows(parameters: int) -> list[Row]:
             2 * dense * share[2],
             2 * dense * share[2],
         ),
-        Row("dp 2, sharded, `always`", 2, degrees(dp=2) | {"parallelism.fsdp_reshard_after_forward": "always"},
-            "dp", 3 * dense * share[2], 2 * dense * share[2]),
-    ]  # fmt: skip
+        Row(
+            "dp 2, sharded, `always`",
+            2,
+            degrees(dp=2) | {"parallelism.fsdp_reshard_after_forward": "always"},
+            "dp",
+            3 * dense * share[2],
+            2 * dense * share[2],
+        ),
+    ]
     for n in (2, 4):
         # Around attention and feed-forward, forward and backward, and once for embedding and last norm each.
         tp = (8 * LAYERS + 4) * stream * share[n]
@@ -220,13 +229,16 @@ def watch_in_rank(rank: int, world: int, keys: Keys, folder: str, steps: int) ->
         spans.append(stages.spans)
     modules, _ = build.stages_of(trainer.job, trainer.meshes)
     whole = dict(build.whole_model(trainer.job).named_parameters())
-    parameters = {
-        index: (
-            sum(p.numel() for p in part.parameters()),
-            sum(p.numel() for name, p in whole.items() if name.startswith(tuple(f"{m}." for m in modules[index]))),
+    planned = [
+        sum(
+            p.numel() for name, p in whole.items() if name.startswith(tuple(f"{module}." for module in stage))
         )
+        for stage in modules
+    ]
+    parameters = {
+        index: (sum(p.numel() for p in part.parameters()), planned[index])
         for index, part in pipeline.parts.items()
-    }  # fmt: skip
+    }
     return Watched(spans, parameters, stages.of_one, stages.most)
 
 
