@@ -200,9 +200,9 @@ REFUSED = {
         ["parallelism.pipeline_parallel_degree=2"],
         "pipeline parallelism is not there yet; only 1 so far",
     ),
-    "parallelism.expert_parallel_degree": (
-        ["parallelism.expert_parallel_degree=2"],
-        "expert parallelism is not there yet; only 1 so far",
+    "parallelism.expert_parallel_comm_backend": (
+        ["parallelism.expert_parallel_degree=2", "parallelism.expert_parallel_comm_backend=deepep"],
+        'DeepEP is not there yet; only "standard" so far',
     ),
     "checkpoint.initial_load_in_hf_quantized": (
         ["checkpoint.enable", "checkpoint.initial_load_in_hf_quantized"],

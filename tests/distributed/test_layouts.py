@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.context_layouts import CONTEXT, QUICK
+from tests.distributed.context_layouts import CONTEXT, QUICK_CONTEXT
+from tests.distributed.expert_layouts import EXPERTS, QUICK_EXPERTS
 from tests.distributed.layouts import (
     SAME,
     Row,
@@ -33,7 +34,7 @@ def reference(tmp_path_factory, token_cache):
     return lambda row: numbers(tuple(sorted(row.same.items())))
 
 
-@pytest.mark.parametrize("row", [*quick_rows(), *QUICK], ids=str)
+@pytest.mark.parametrize("row", [*quick_rows(), *QUICK_EXPERTS, *QUICK_CONTEXT], ids=str)
 def test_a_row_of_the_matrix(row: Row, reference, tmp_path: Path, token_cache: Path) -> None:
     found = differences(record(row, tmp_path, token_cache), reference(row))
     assert not too_large(row, found), found
@@ -46,7 +47,7 @@ def test_every_two_values_that_go_together_meet_in_a_row() -> None:
 
 
 def test_rows_have_names_of_their_own() -> None:
-    rows = (*every_row(), *CONTEXT)
+    rows = (*every_row(), *EXPERTS, *CONTEXT)
     assert len({row.name for row in rows}) == len(rows) >= 60
     assert {row.ranks for row in rows} == {1, 2, 3, 4, 5, 6, 7, 8}
 
