@@ -15,7 +15,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all parity faults check format clean
+.PHONY: help train test test-all parity families faults check format clean
 .NOTPARALLEL:
 
 help:
@@ -23,6 +23,7 @@ help:
 	@echo "make test    set up $(VENV), then run the tests (TESTS=\"tests/test_metrics.py -x\")"
 	@echo "make test-all  the same, with those that take minutes"
 	@echo "make parity  run the whole layout matrix against one process, write docs/parity.md (ROWS=\"tp4 offload\")"
+	@echo "make families  compare every model family with transformers, write the table of docs/models.md"
 	@echo "make faults  make every fault of a checkpoint happen, write the tables of docs/checkpoints.md"
 	@echo "make check   formatting, lint and types"
 	@echo "make format  rewrite the files as make check wants them"
@@ -48,6 +49,10 @@ test-all: $(VENV)/.installed-dev
 parity: $(VENV)/.installed-dev
 	@echo "Running the layout matrix$(if $(ROWS),: rows with $(ROWS) in their names,) (all of it: half an hour on 2 cores)"
 	$(BIN)/python -m tests.distributed.parity $(ROWS)
+
+families: $(VENV)/.installed-dev
+	@echo "Comparing every model family with transformers (a minute)"
+	$(BIN)/python -m tests.parity.families
 
 faults: $(VENV)/.installed-dev
 	@echo "Spoiling checkpoints, killing saves, loading every layout on every other (minutes)"

@@ -4,6 +4,9 @@ The rule is that of `torch.optim.Muon`, extended to DTensors: momentum is kept i
 gathered to the full matrix before it is made orthogonal, since that of a shard would be another update. Every
 rank orthogonalises every matrix and keeps its own part. The iteration, always in bfloat16 in torch, runs in
 the dtype of the run's computation: rounding it more coarsely would let layouts drift apart.
+
+A parameter of three dimensions is a stack of matrices, those of experts, each with an update of its own;
+where a rank's shard is some of them whole, nothing is gathered.
 """
 
 import math
@@ -21,20 +24,23 @@ EPS = 1e-7
 
 
 def orthogonalize(matrix: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
-    """Return `matrix` with its singular values pushed towards 1 by Newton-Schulz iterations in `dtype`."""
+    """Return a matrix, or each of a stack, with its singular values pushed towards 1 by Newton-Schulz
+    iterations in `dtype`.
+    """
     a, b, c = COEFFICIENTS
-    wide = matrix.shape[0] <= matrix.shape[1]
-    x = matrix.to(dtype) if wide else matrix.to(dtype).T
-    x = x / x.norm().clamp(min=EPS)
+    wide = matrix.shape[-2] <= matrix.shape[-1]
+    x = matrix.to(dtype) if wide else matrix.to(dtype).mT
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=EPS)
+    add_product = torch.addmm if x.ndim == 2 else torch.baddbmm
     for _ in range(steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x if wide else x.T
+        gram = x @ x.mT
+        x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x if wide else x.mT
 
 
 def adjusted_lr(lr: float, adjust: AdjustLR, shape: Sequence[int]) -> float:
-    """Return the rate for a matrix of this full shape; `match_rms_adamw` makes AdamW's rates fit."""
-    rows, columns = shape
+    """Return the rate for matrices of this full shape; `match_rms_adamw` makes AdamW's rates fit."""
+    rows, columns = shape[-2:]
     if adjust == "original":
         return lr * math.sqrt(max(1, rows / columns))
     return lr * 0.2 * math.sqrt(max(rows, columns))
@@ -58,10 +64,17 @@ def muon(
         update: Any = gradient.lerp(buffer, momentum)  # Nesterov's
         local = parameter
         if isinstance(parameter, DTensor):
-            update, local = update.full_tensor(), parameter.to_local()
-        own = _own_part(orthogonalize(update, steps, dtype), parameter)
+            local = parameter.to_local()
+            update = update.to_local() if _has_whole_matrices(parameter) else update.full_tensor()
+        own = orthogonalize(update, steps, dtype)
+        own = own if own.shape == local.shape else _own_part(own, parameter)
         local.mul_(1 - lr * weight_decay)
         local.add_(own, alpha=-adjusted_lr(lr, adjust, parameter.shape))
+
+
+def _has_whole_matrices(parameter: DTensor) -> bool:
+    """Whether this rank holds matrices of a stack, each of them whole."""
+    return parameter.ndim > 2 and all(getattr(p, "dim", 0) == 0 for p in parameter.placements)
 
 
 def _own_part(full: Tensor, parameter: Tensor) -> Tensor:

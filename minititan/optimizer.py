@@ -69,14 +69,14 @@ def rules_of(
     ]
     rules: dict[str, Rule] = {}
     for key, parameter in named_parameters.items():
-        hidden = parameter.ndim == 2 and key.startswith("layers.")
+        hidden = _is_matrix(key, parameter) and key.startswith("layers.")
         overall: OptimizerName = "AdamW" if name == "Muon" and not hidden else name
         rule = Rule(overall, lr, 0.0 if key in undecayed else weight_decay)
         group = next((group for group in param_groups if fnmatchcase(key, group.pattern)), None)
         if group is not None:
             changes = {"name": group.name, "lr": group.lr, "weight_decay": group.weight_decay}
             rule = replace(rule, **{field: value for field, value in changes.items() if value is not None})
-            if group.name == "Muon" and parameter.ndim != 2:
+            if group.name == "Muon" and not _is_matrix(key, parameter):
                 text = (
                     f"Muon is for matrices, {key} has the shape {list(parameter.shape)}; narrow the pattern"
                 )
@@ -85,6 +85,11 @@ def rules_of(
     if faults:
         raise ConfigError(*faults)
     return rules
+
+
+def _is_matrix(key: str, parameter: Tensor) -> bool:
+    """Whether a parameter is a matrix or, of experts, a stack of them; their biases are none."""
+    return parameter.ndim in (2, 3) and not key.endswith("bias")
 
 
 class GroupedOptimizer(torch.optim.Optimizer):

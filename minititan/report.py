@@ -16,13 +16,14 @@ def opening_lines(run: Run, device: torch.device, parameters: int, steps_done: i
         f"{size} from step {first} on" if first > 1 else str(size) for first, size in layout.batch_sizes.sizes
     )
     experts = f", experts over {layout.ep * layout.etp}" if layout.ep > 1 else ""
+    stages = f"{layout.pp} pipeline ranks x " if layout.pp > 1 else ""
     context = f" x {layout.cp} context-parallel" if layout.cp > 1 else ""
     span = f"steps {steps_done + 1} to {last_step}" if steps_done < last_step else "no step is left"
     return "\n".join(
         [
             f"{config.job.description}: {config.model.name} {config.model.flavor}",
             f"  {parameters:,} parameters in {training.dtype}, computed in {dtype}",
-            f"  {layout.world_size} processes on {device.type}{threads}: {layout.dp_replicate} replicas x "
+            f"  {layout.world_size} processes on {device.type}{threads}: {stages}{layout.dp_replicate} replicas x "
             f"{layout.dp_shard} shards{context} x {layout.tp} tensor-parallel{experts}",
             f"  {sizes} sequences of {training.seq_len} tokens a step, by {layout.micro_batch_size} a rank",
             f"  {span}, everything into {run.folder}",

@@ -193,6 +193,26 @@ BEFORE: dict[str, tuple[str, str, int, list[str]]] = {
             "allowed: 1, 2, 4"
         ],
     ),
+    "heads of latent attention by tp": (
+        "",
+        "--model.name deepseek_v3 --parallelism.tensor_parallel_degree 3 --training.seq_len 15 "
+        "--training.global_batch_size 1",
+        3,
+        [
+            "command line: parallelism.tensor_parallel_degree = 3: must divide num_key_value_heads (8); "
+            "allowed: 1, 2, 4, 8"
+        ],
+    ),
+    "latent heads in groups": (
+        "",
+        "--model.name deepseek_v3 --model.args.num_key_value_heads 4",
+        1,
+        [
+            "run.toml and command line: model.args = {hidden_size = 32, num_hidden_layers = 1, "
+            "intermediate_size = 64, num_key_value_heads = 4}: num_key_value_heads (4) must be "
+            "num_attention_heads (8): latent attention has no groups"
+        ],
+    ),
     "sequence by tp": (
         "",
         "--parallelism.tensor_parallel_degree 2 --training.seq_len 15",

@@ -196,6 +196,10 @@ REFUSED = {
         ["parallelism.enable_async_tensor_parallel"],
         "asynchronous tensor parallelism is not there yet",
     ),
+    "parallelism.expert_parallel_comm_backend": (
+        ["parallelism.expert_parallel_degree=2", "parallelism.expert_parallel_comm_backend=deepep"],
+        'DeepEP is not there yet; only "standard" so far',
+    ),
     "checkpoint.initial_load_in_hf_quantized": (
         ["checkpoint.enable", "checkpoint.initial_load_in_hf_quantized"],
         "quantised weights are not read; load a checkpoint in bfloat16",

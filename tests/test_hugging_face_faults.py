@@ -370,7 +370,7 @@ def test_absent_fields_mean_what_they_mean_to_transformers():
     theirs = toy().config.__class__(**{key: value for key, value in bare.items() if key != "model_type"})
     found = arguments_of(bare, HUGGING_FACE)
     for name, value in found.items():
-        if name not in ("head_dim", "rope_theta", "rope_scaling"):
+        if name not in (*HUGGING_FACE.arguments, "head_dim", "rope_theta", "rope_scaling"):
             assert value == getattr(theirs, name), name
     assert theirs.rope_parameters == {"rope_type": "default", "rope_theta": 10_000.0}
     assert theirs.head_dim == 64 // 4 and found["head_dim"] is None

@@ -60,6 +60,7 @@ def reference_frequency(args: DecoderArgs, pair: int) -> float:
     scaling = args.rope_scaling
     if scaling is None:
         return frequency
+    assert isinstance(scaling, RopeScaling)
     wavelength = 2 * math.pi / frequency
     context = scaling.original_max_position_embeddings
     if wavelength < context / scaling.high_freq_factor:

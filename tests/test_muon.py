@@ -138,3 +138,33 @@ def test_the_iteration_acts_on_singular_values(shape):
     torch.testing.assert_close(
         orthogonalize(matrix, 5, torch.float64), left * values @ right, rtol=1e-10, atol=1e-12
     )
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 9), (3, 9, 5)])
+def test_a_stack_is_updated_matrix_by_matrix(shape):
+    generator = torch.Generator().manual_seed(4)
+    values, *gradients = torch.randn(4, *shape, dtype=torch.float64, generator=generator)
+    stack = {"layers.0.mlp.experts.up_proj": nn.Parameter(values.clone())}
+    apart = {f"layers.{i}.up_proj.weight": nn.Parameter(v.clone()) for i, v in enumerate(values)}
+    for named in (stack, apart):
+        optimizer = build_optimizer(
+            named, name="Muon", implementation="fused", muon_dtype=torch.float64, **SETTINGS
+        )
+        for gradient in gradients:
+            for parameter, grad in zip(
+                named.values(), [gradient] if named is stack else gradient, strict=True
+            ):
+                parameter.grad = grad.clone()
+            optimizer.step()
+    found = stack["layers.0.mlp.experts.up_proj"]
+    torch.testing.assert_close(found, torch.stack([*apart.values()]), rtol=1e-12, atol=1e-14)
+
+
+def test_biases_of_experts_are_no_matrices():
+    named = {"layers.0.mlp.experts.down_proj_bias": nn.Parameter(torch.ones(4, 6))}
+    assert [rule.name for rule in rules_of(named, name="Muon", lr=1.0, weight_decay=0.1).values()] == [
+        "AdamW"
+    ]
+    with pytest.raises(ConfigError, match="Muon is for matrices"):
+        groups = [ParamGroup("*", name="Muon")]
+        rules_of(named, name="AdamW", lr=1.0, weight_decay=0.1, param_groups=groups)

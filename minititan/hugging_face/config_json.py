@@ -33,6 +33,8 @@ def arguments_of(
     if any(field.key == "rope_theta" for field in form.fields):
         theta, scaling, rope_faults = _rotary(config, form.rope_types)
         flat |= {"rope_theta": theta, "rope_scaling": scaling}
+        if not (config.get("rope_scaling") or config.get("rope_parameters")):
+            del flat["rope_scaling"]
         faults += [f"{where}: {fault}" for fault in rope_faults]
     values = {**form.arguments, **{field.argument: _value(field, flat) for field in form.fields}}
     lacking = [field.key for field in form.fields if values[field.argument] is REQUIRED]
@@ -144,4 +146,6 @@ def _set_rotary(config: dict[str, Any], form: HuggingFaceForm, values: Mapping[s
         config["rope_parameters"] = {"rope_type": "default", "rope_theta": theta, **(scaling or {})}
     else:
         config["rope_theta"] = theta
-        config["rope_scaling"] = scaling
+        silent = next(field.default for field in form.fields if field.key == "rope_scaling")
+        plain = None if silent is None else {"rope_type": "default"}
+        config["rope_scaling"] = scaling or plain

@@ -232,7 +232,12 @@ _V2_FIELDS = (
     Field("first_k_dense_replace", 0),
     Field("routed_scaling_factor", 1.0),
 )
-_V2_ARGUMENTS = {"scoring_func": "softmax", "score_correction": False, "norm_topk_prob": False}
+_V2_ARGUMENTS = {
+    "scoring_func": "softmax",
+    "score_correction": False,
+    "router_bias_update_speed": 0.0,
+    "norm_topk_prob": False,
+}
 _V2_FIXED = {"mlp_bias": False, "scoring_func": "softmax", "norm_topk_prob": False}
 
 V2 = HuggingFaceForm(

@@ -9,7 +9,7 @@ from torch import nn
 
 from minititan.models.arguments import MoEArgs
 from minititan.models.attention import Attention
-from minititan.models.hugging_face import SOFTMAX_ROUTER, Field, HuggingFaceForm, decoder_fields
+from minititan.models.hugging_face import REQUIRED, SOFTMAX_ROUTER, Field, HuggingFaceForm, decoder_fields
 from minititan.models.moe import ClampedExperts, Experts
 from minititan.models.rotary import ROPE_TYPES, YarnScaling
 
@@ -91,7 +91,10 @@ FLAVORS = {
     "120b": _published(36, 128),
 }
 
-_FIELDS = decoder_fields(max_position_embeddings=131_072, rope_theta=150_000.0, rms_norm_eps=1e-5)
+# Without a rope_scaling `transformers` takes that of the published models.
+_FIELDS = decoder_fields(
+    max_position_embeddings=131_072, rope_theta=150_000.0, rope_scaling=REQUIRED, rms_norm_eps=1e-5
+)
 
 HUGGING_FACE = HuggingFaceForm(
     model_type="gpt_oss",

@@ -60,7 +60,8 @@ def decoder_fields(**defaults: Any) -> tuple[Field, ...]:
     """Return the fields of every decoder, with the defaults of a family where they are others."""
     kinds = {"head_dim": lambda args: args["hidden_size"] // args["num_attention_heads"]}
     return tuple(
-        Field(name, default, stands_for=kinds.get(name)) for name, default in (_COMMON | defaults).items()
+        Field(name, default, null=name == "rope_scaling", stands_for=kinds.get(name))
+        for name, default in (_COMMON | defaults).items()
     )
 
 
@@ -74,6 +75,7 @@ SOFTMAX_ROUTER = {
     "topk_group": 1,
     "router_bias": False,
     "score_correction": False,
+    "router_bias_update_speed": 0.0,
 }
 
 

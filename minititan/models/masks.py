@@ -103,9 +103,10 @@ def attend(
     length, width = q.shape[-2], v.shape[-1]
     if sinks is not None:
         q, k, v, mask = _with_sinks(q, k, v, mask, sinks / scale)
-    # The kernels that never have all scores take one width for all.
-    widest = max(q.shape[-1], v.shape[-1])
-    q, k, v = (F.pad(x, (0, widest - x.shape[-1])) if x.shape[-1] < widest else x for x in (q, k, v))
+    if q.shape[-1] != v.shape[-1]:
+        # The kernels that never have all scores take one width for all, on a GPU a multiple of 8.
+        widest = -(-max(q.shape[-1], v.shape[-1]) // 8) * 8
+        q, k, v = (F.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
     queries, keys = q.shape[-2], k.shape[-2]
     if mask is None and queries < keys:
         mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)

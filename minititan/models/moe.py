@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+TINY = 1e-20  # added to sums of scores: sigmoids may all be zero
+
 
 class Routing(NamedTuple):
     """What a router did with this rank's tokens; all of it adds up over ranks and micro-batches."""
@@ -75,11 +77,11 @@ class Router(nn.Module):
         indices = self.choose(scores)
         weights = scores.gather(1, indices)  # [N, K]
         if self.normalise:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # sigmoids may all be zero
+            weights = weights / (weights.sum(-1, keepdim=True) + TINY)
         counts = self.count(indices, len(x))
         loss = entropy = scores.new_zeros(())
         if self.training:
-            shares = scores / scores.sum(-1, keepdim=True) if self.scoring == "sigmoid" else scores
+            shares = scores / (scores.sum(-1, keepdim=True) + TINY) if self.scoring == "sigmoid" else scores
             loss = self.losses(logits, shares, counts)
             entropy = -torch.xlogy(shares.detach(), shares.detach()).sum()
         return weights * self.scale, indices, Routing(counts.sum(0), loss, entropy)

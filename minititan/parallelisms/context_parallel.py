@@ -52,8 +52,9 @@ class Split:
         `document_ids` stay those of the whole sequences: masks need the keys' too.
         """
         tokens = batch["tokens"]
-        own = {"positions": self.part(torch.arange(tokens.shape[1], device=tokens.device), 0)}
-        return own | {k: x if k == "document_ids" else self.part(x) for k, x in batch.items()}
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[:2])
+        batch = {"positions": positions, **batch}
+        return {name: x if name == "document_ids" else self.part(x) for name, x in batch.items()}
 
     def join(self, parts: Tensor) -> Tensor:
         """Return whole sequences [B, H, T, C] of the parts [ranks, B, H, T/ranks, C] of all ranks."""

@@ -1,16 +1,11 @@
 """Rows of the layout matrix with context parallelism."""
 
+from tests.distributed.expert_layouts import AC_FULL, AC_OP, AOT_EAGER, BY_BATCH, DEEPSEEK, GPT_OSS, MOE
 from tests.distributed.layouts import (
-    AC_FULL,
-    AC_OP,
-    AOT_EAGER,
-    BY_BATCH,
-    DEEPSEEK,
     DOCUMENTS,
     FACTORS,
     FLOAT32,
-    GPT_OSS,
-    MOE,
+    KINDS,
     NO_LOSS,
     NO_SEQUENCE,
     OFFLOAD,
@@ -92,6 +87,8 @@ CONTEXT = (
     *(context_row("cp2", f"{m} aot-eager".strip(), AOT_EAGER) for m in METHODS),
     context_row("cp2", "aot-eager ac-op documents", AOT_EAGER, AC_OP, same=DOCUMENTS),
     context_row("cp2", "a2a aot-eager ac-full", AOT_EAGER, AC_FULL),
+    *(context_row("cp2-tp2", kind, same=KINDS[kind]) for kind in KINDS),
+    *(context_row("cp4", f"a2a {kind} documents", same=KINDS[kind] | DOCUMENTS) for kind in KINDS),
     *(context_row(layout, "moe", same=MOE) for layout in (*SPARSE, "cp4-ep4", "dp2-cp2-ep2")),
     context_row("hsdp2x2-cp2-ep4", "a2a moe acc2", same=MOE, accumulation=2),
     context_row("dp2-cp2-tp2", "moe by-batch", same=BY_BATCH),
@@ -108,8 +105,8 @@ CONTEXT = (
     context_row("cp2", "gpt-oss a2a aot-eager", AOT_EAGER, same=GPT_OSS),
     context_row("cp2", "deepseek aot-eager", AOT_EAGER, same=DEEPSEEK),
 )
-_QUICK = (
+_NAMES = (
     *("cp2", "cp2 a2a aot-eager", "dp2-cp2-tp2", "dp2-cp2-tp2 a2a pack", "cp4 a2a documents ac-full"),
     *("cp2 deepseek a2a", "cp4 gpt-oss documents ac-op", "dp2-cp2-tp2-ep4 moe"),
 )
-QUICK = tuple(row for row in CONTEXT if row.name in _QUICK)
+QUICK_CONTEXT = tuple(row for row in CONTEXT if row.name in _NAMES)

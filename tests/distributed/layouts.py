@@ -114,7 +114,7 @@ def _selective(option: str) -> Overrides:
     return {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": option}
 
 
-def _compiled(backend: str) -> Overrides:
+def compiled(backend: str) -> Overrides:
     return {"compile.enable": "true", "compile.backend": backend}
 
 
@@ -128,8 +128,8 @@ FACTORS: dict[str, dict[str, Overrides]] = {
     },
     "compile": {
         "": {},
-        "aot-eager": _compiled("aot_eager"),
-        "inductor": _compiled("inductor"),
+        "aot-eager": compiled("aot_eager"),
+        "inductor": compiled("inductor"),
     },
     "sequence": {"": {}, "no-sp": {"parallelism.disable_sequence_parallel": "true"}},
     "embedding": {"": {}, "no-ep": {"parallelism.disable_embedding_parallel": "true"}},
@@ -247,10 +247,10 @@ def _row(
 
 def _budget(share: str) -> Overrides:
     mode = {"activation_checkpoint.mode": "memory_budget", "activation_checkpoint.memory_budget": share}
-    return _compiled("aot_eager") | mode
+    return compiled("aot_eager") | mode
 
 
-def _with_batch(layout: str, name: str, degrees: Degrees, local: int, accumulation: int = 1) -> Row:
+def with_batch(layout: str, name: str, degrees: Degrees, local: int, accumulation: int = 1) -> Row:
     """A layout whose batch is not that of the other rows; one process takes it in one piece."""
     batch = str(local * degrees.dp * accumulation)
     overrides = degrees.overrides() | {"training.local_batch_size": str(local)}
@@ -279,6 +279,32 @@ TWO_OF_SIX: Overrides = {
     "model.args.head_dim": "10",
 }
 LENGTH_17: Overrides = {"training.seq_len": "17"}
+DOCUMENTS: Overrides = {"data.document_mask": "true"}
+# Kinds of attention, with dense feed-forwards.
+DENSE: Overrides = {
+    "model.args.num_experts": "0",
+    "model.args.score_correction": "false",
+    "model.args.router_bias_update_speed": "0",
+}
+YARN: Overrides = {
+    "model.args.rope_scaling.rope_type": "yarn",
+    "model.args.rope_scaling.factor": "4.0",
+    "model.args.rope_scaling.original_max_position_embeddings": "64",
+    "model.args.rope_scaling.mscale_all_dim": "0.7",
+}
+KINDS: dict[str, Overrides] = {
+    "biases": {"model.name": "qwen2"},
+    "qk-norm": {"model.name": "qwen3"},
+    "latent": {"model.name": "deepseek_v3"} | DENSE,
+    "latent-queries": {
+        "model.name": "deepseek_v3",
+        "model.args.q_lora_rank": "20",
+        "model.args.attention_bias": "true",
+        **YARN,
+        **DENSE,
+    },
+    "sinks": {"model.name": "gpt_oss", "model.args.sliding_window": "5"} | DENSE,
+}
 
 IN_FLOAT32 = tuple(
     _row(layout, "float32", same=FLOAT32)
@@ -296,7 +322,7 @@ CHECKPOINTED = (
     ),
 )
 COMPILED_IN_FLOAT32 = tuple(
-    _row(layout, "inductor float32", _compiled("inductor"), FLOAT32) for layout in ("one", "dp2", "tp2")
+    _row(layout, "inductor float32", compiled("inductor"), FLOAT32) for layout in ("one", "dp2", "tp2")
 )
 OFFLOADED = (
     *(_row(layout, "offload", OFFLOAD) for layout in ("one", "dp2", "ddp2", "tp2", "hsdp2x2")),
@@ -307,16 +333,28 @@ BUDGETED = (
     _row("dp2", "budget-0.5", _budget("0.5")),
     _row("tp2", "budget-0", _budget("0")),
 )
+ATTENTIONS = (
+    *(_row(layout, kind, same=KINDS[kind]) for kind in KINDS for layout in ("tp2", "tp4", "dp2-tp2")),
+    *(_row("tp2", f"{kind} no-sp", NO_SEQUENCE, KINDS[kind]) for kind in KINDS),
+    *(_row("dp2", f"{kind} aot-eager", compiled("aot_eager"), KINDS[kind]) for kind in KINDS),
+    *(
+        _row("dp2-tp2", f"{kind} documents ac-op", FACTORS["checkpointing"]["ac-op"], KINDS[kind] | DOCUMENTS)
+        for kind in KINDS
+    ),
+    _row("tp2", "sinks aot-eager", compiled("aot_eager"), KINDS["sinks"]),
+    _row("tp2", "latent-queries float32", same=KINDS["latent-queries"] | FLOAT32),
+    _row("tp2", "sinks float32 ac-full", FACTORS["checkpointing"]["ac-full"], KINDS["sinks"] | FLOAT32),
+)
 ODD_SIZES = (
-    _with_batch("dp3", "", Degrees(shard=3), 2, 2),
-    _with_batch("ddp3", "", Degrees(replicate=3), 2),
-    _with_batch("dp5", "", Degrees(shard=5), 1),
-    _with_batch("dp7", "", Degrees(shard=7), 1, 2),
-    _with_batch("dp3-tp2", "", Degrees(shard=3, tp=2), 2),
-    _with_batch("hsdp2x3", "", Degrees(replicate=2, shard=3), 2),
-    _with_batch("one", "batch-1", Degrees(), 1),
-    _with_batch("tp2", "batch-1", Degrees(tp=2), 1),
-    _with_batch("dp2", "batch-1-each", Degrees(shard=2), 1),
+    with_batch("dp3", "", Degrees(shard=3), 2, 2),
+    with_batch("ddp3", "", Degrees(replicate=3), 2),
+    with_batch("dp5", "", Degrees(shard=5), 1),
+    with_batch("dp7", "", Degrees(shard=7), 1, 2),
+    with_batch("dp3-tp2", "", Degrees(shard=3, tp=2), 2),
+    with_batch("hsdp2x3", "", Degrees(replicate=2, shard=3), 2),
+    with_batch("one", "batch-1", Degrees(), 1),
+    with_batch("tp2", "batch-1", Degrees(tp=2), 1),
+    with_batch("dp2", "batch-1-each", Degrees(shard=2), 1),
     _row("tp2", "vocabulary-265", same=VOCABULARY_265),
     _row("tp4", "vocabulary-265 no-lp", NO_LOSS, VOCABULARY_265),
     _row("dp4-tp2", "vocabulary-265 tied", same=VOCABULARY_265 | TIED),
@@ -331,107 +369,21 @@ ODD_SIZES = (
     _row("tp2", "length-17 no-sp", NO_SEQUENCE, LENGTH_17),
     _row("dp2-tp2", "Adam", same=ADAM),
 )
-DOCUMENTS: Overrides = {"data.document_mask": "true"}
 SAMPLED = (
     _row("dp2-tp2", "documents ac-op", FACTORS["checkpointing"]["ac-op"], DOCUMENTS),
     _row("tp2", "documents no-sp", NO_SEQUENCE, DOCUMENTS),
-    _row("dp2", "documents aot-eager", _compiled("aot_eager"), DOCUMENTS),
+    _row("dp2", "documents aot-eager", compiled("aot_eager"), DOCUMENTS),
     _row("hsdp2x2", "pack", same=DOCUMENTS | {"data.samples": "pack"}),
     _row("dp2-tp2", "pad ac-full", FACTORS["checkpointing"]["ac-full"], DOCUMENTS | {"data.samples": "pad"}),
     _row("dp4", "growing batch", same={"training.global_batch_size_schedule": "[{step = 4, size = 64}]"}),
 )
 
-# Mixtures of experts: one with auxiliary losses; one with groups, shared experts, a correction bias and a
-# dense first layer; and one whose experts and router have biases.
-MOE: Overrides = {
-    "model.name": "qwen3",
-    "model.flavor": "debugmodel_moe",
-    "model.args.moe_intermediate_size": "32",
-    "model.args.router_aux_loss_coef": "0.01",
-    "model.args.router_z_loss_coef": "0.001",
-}
-DEEPSEEK: Overrides = {
-    "model.name": "deepseek_v3",
-    "model.args.moe_intermediate_size": "32",
-    "model.args.num_hidden_layers": "3",
-}
-GPT_OSS: Overrides = {
-    "model.name": "gpt_oss",
-    "model.args.moe_intermediate_size": "32",
-    "model.args.sliding_window": "6",
-}
-BY_BATCH: Overrides = MOE | {"model.args.router_aux_loss_scope": "batch"}
-FOUR_EXPERTS: Overrides = MOE | {"model.args.num_experts": "4"}
-
-EXPERT_LAYOUTS = {
-    "dp2-ep2": Degrees(shard=2, ep=2),
-    "dp4-ep2": Degrees(shard=4, ep=2),
-    "dp4-ep4": Degrees(shard=4, ep=4),
-    "dp8-ep4": Degrees(shard=8, ep=4),
-    "tp2-ep2": Degrees(tp=2, ep=2),
-    "tp4-ep2": Degrees(tp=4, ep=2),
-    "dp2-tp2-ep2": Degrees(shard=2, tp=2, ep=2),
-    "dp2-tp2-ep4": Degrees(shard=2, tp=2, ep=4),
-    "dp2-tp2-ep2-etp2": Degrees(shard=2, tp=2, ep=2, etp=2),
-    "dp4-tp2-ep2-etp2": Degrees(shard=4, tp=2, ep=2, etp=2),
-    "hsdp2x2-ep2": Degrees(replicate=2, shard=2, ep=2),
-    "hsdp2x4-ep2": Degrees(replicate=2, shard=4, ep=2),
-    "hsdp2x2-tp2-ep2": Degrees(replicate=2, shard=2, tp=2, ep=2),
-    "hsdp2x2-tp2-ep2-etp2": Degrees(replicate=2, shard=2, tp=2, ep=2, etp=2),
-}
-
-
-def experts_row(
-    layout: str,
-    name: str = "",
-    overrides: Overrides | None = None,
-    same: Overrides = MOE,
-    accumulation: int = 1,
-) -> Row:
-    """A row of a mixture of experts, which clips like the others."""
-    degrees = (LAYOUTS | EXPERT_LAYOUTS)[layout]
-    words = " ".join(word for word in (layout, "moe", name) if word)
-    keys = degrees.overrides(accumulation) | (overrides or {})
-    return Row(words, degrees.ranks, keys, same | SAME["clipping"][""])
-
-
-AC_FULL, AC_OP = FACTORS["checkpointing"]["ac-full"], FACTORS["checkpointing"]["ac-op"]
-AOT_EAGER = _compiled("aot_eager")
-EXPERTS = (
-    *(experts_row(layout) for layout in ("dp2", "tp2", "hsdp2x2-tp2", *EXPERT_LAYOUTS)),
-    *(
-        experts_row(layout, "deepseek", same=DEEPSEEK)
-        for layout in ("dp2", "tp2", "dp2-tp2", "dp4-ep2", "dp2-tp2-ep4", "dp2-tp2-ep2-etp2", "hsdp2x2-ep2")
-    ),
-    *(
-        experts_row(layout, "gpt-oss", same=GPT_OSS)
-        for layout in ("dp2", "tp2", "dp4-ep2", "dp2-tp2-ep4", "dp2-tp2-ep2-etp2")
-    ),
-    experts_row("dp2-ep2", "ac-full acc2", AC_FULL, accumulation=2),
-    experts_row("dp4-ep2", "ac-op never acc4", AC_OP | FACTORS["reshard"]["never"], accumulation=4),
-    experts_row("dp2-tp2-ep2", "ac-op acc2", AC_OP, accumulation=2),
-    experts_row("dp2-tp2-ep2-etp2", "ac-op always", AC_OP | FACTORS["reshard"]["always"]),
-    experts_row("tp2", "ac-full no-ep", AC_FULL | NO_EMBEDDING),
-    experts_row("dp2-tp2-ep4", "deepseek ac-op acc2", AC_OP, DEEPSEEK, accumulation=2),
-    experts_row("dp2-tp2-ep2-etp2", "gpt-oss ac-full acc2", AC_FULL, GPT_OSS, accumulation=2),
-    experts_row("dp2-ep2", "aot-eager", AOT_EAGER),
-    experts_row("dp2-ep2", "aot-eager ac-op", AOT_EAGER | AC_OP),
-    experts_row("tp2-ep2", "aot-eager ac-full", AOT_EAGER | AC_FULL),
-    experts_row("tp2-ep2", "deepseek aot-eager ac-op acc2", AOT_EAGER | AC_OP, DEEPSEEK, accumulation=2),
-    experts_row("dp2-tp2-ep2", "by-batch", same=BY_BATCH),
-    experts_row("dp2-ep2", "offload", OFFLOAD),
-    experts_row("dp4-ep2", "Muon", same=MOE | {"optimizer.name": "Muon"}),
-    experts_row("dp4-ep2", "documents", same=MOE | DOCUMENTS),
-    experts_row("dp2-tp2-ep2", "float32", same=MOE | FLOAT32),
-    _with_batch("dp6-ep2", "moe experts-4", Degrees(shard=6, ep=2), 2).with_("", same=FOUR_EXPERTS),
-)
-
 EXTRAS = (
     *BUDGETED,
-    *EXPERTS,
     *OFFLOADED,
     *SAMPLED,
     *ODD_SIZES,
+    *ATTENTIONS,
     *IN_FLOAT32,
     *CHECKPOINTED,
     *COMPILED_IN_FLOAT32,
@@ -468,8 +420,7 @@ def quick_rows() -> tuple[Row, ...]:
         *(row.name for row in CHECKPOINTED),
         *(f"{layout} inductor float32" for layout in ("one", "dp2", "tp2")),
         *("dp3", "dp2 offload", "one budget-0", "tp2 vocabulary-265", "dp4-tp2 vocabulary-265 tied"),
-        *("dp4-ep2 moe", "hsdp2x2-ep2 moe", "tp2 moe ac-full no-ep", "dp2-ep2 moe aot-eager ac-op"),
-        *("dp2-tp2-ep4 moe deepseek ac-op acc2", "dp2-tp2-ep2-etp2 moe gpt-oss ac-full acc2"),
         *("dp2-tp2 layers-3 ac-2", "tp2 documents no-sp", "hsdp2x2 pack", "dp4 growing batch"),
+        *("dp2-tp2 latent-queries", "tp2 sinks no-sp"),
     }
     return (*map(row_of, crossed), *(row for row in EXTRAS if row.name in names))

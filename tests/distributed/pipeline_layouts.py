@@ -1,15 +1,10 @@
 """Rows of the layout matrix with a pipeline."""
 
+from tests.distributed.expert_layouts import AC_FULL, AC_OP, AOT_EAGER, DEEPSEEK, GPT_OSS, MOE
 from tests.distributed.layouts import (
-    AC_FULL,
-    AC_OP,
-    AOT_EAGER,
-    DEEPSEEK,
     DOCUMENTS,
     FACTORS,
     FLOAT32,
-    GPT_OSS,
-    MOE,
     NO_LOSS,
     NO_SEQUENCE,
     OFFLOAD,
@@ -120,4 +115,4 @@ _QUICK = (
     *("pp2 1F1B", "pp2 DualPipeV", "pp2-dp2 ZBVZeroBubble acc2 never", "pp2-tp2 1F1B tied acc2"),
     *("pp2-dp2 Interleaved1F1B pack", "pp2-dp2-ep2 InterleavedZeroBubble moe", "pp2-cp2-tp2 Interleaved1F1B"),
 )
-QUICK = tuple(row for row in PIPELINES if row.name in _QUICK)
+QUICK_PIPELINES = tuple(row for row in PIPELINES if row.name in _QUICK)

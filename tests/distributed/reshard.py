@@ -11,17 +11,9 @@ from typing import Any
 import numpy as np
 
 from tests.distributed.context_layouts import context_row
+from tests.distributed.expert_layouts import DEEPSEEK, experts_row
 from tests.distributed.harness import run_ranks
-from tests.distributed.layouts import (
-    BASE,
-    DEEPSEEK,
-    FLOAT32,
-    VOCABULARY_265,
-    WIDTH_91,
-    Row,
-    experts_row,
-    row_of,
-)
+from tests.distributed.layouts import BASE, FLOAT32, VOCABULARY_265, WIDTH_91, Row, row_of
 from tests.distributed.pipeline_layouts import pipeline_row
 from tests.distributed.runs import Pieces, arguments, assembled, piece
 

@@ -149,7 +149,7 @@ def test_every_token_has_one_rank_and_head_and_tail_are_as_much_to_do(ranks: int
         parts = [batch["tokens"][0] for batch in batches]
         assert torch.cat(parts).sort().values.equal(tokens[0])
         for batch, part in zip(batches, parts, strict=True):
-            assert batch["labels"][0].equal(part + 1) and batch["positions"].equal(part)
+            assert batch["labels"][0].equal(part + 1) and batch["positions"][0].equal(part)
         keys = [int((part + 1).sum()) for part in parts]  # that the queries of a rank see
         assert (len(set(keys)) == 1) == head_tail
         whole = torch.arange(24.0).view(1, 1, 24, 1)

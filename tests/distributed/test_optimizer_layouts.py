@@ -59,6 +59,20 @@ def test_muon_is_the_same_on_every_layout(shard, tp, one, tmp_path, token_cache)
     assert_same(tmp_path, tensors, one)
 
 
+def test_muon_of_experts_that_are_spread(tmp_path, token_cache):
+    """Three experts on each of two ranks, of which FSDP shards the columns."""
+    model = {"model.name": "qwen3", "model.flavor": "debugmodel_moe", "model.args.num_experts": "6"}
+    model |= {"model.args.moe_intermediate_size": "24", "optimizer.param_groups": "[]"}
+    single = run_ranks(train, 1, tmp_path / "one", token_cache, model)[0]
+    spread = degrees(4) | {"parallelism.expert_parallel_degree": "2"}
+    tensors = run_ranks(train, 4, tmp_path / "ep2", token_cache, model | spread)[0]
+    for here, there in zip(lines(tmp_path / "ep2"), lines(tmp_path / "one"), strict=True):
+        assert here["loss"] == pytest.approx(there["loss"], rel=1e-9)
+    assert sum(key.endswith(".momentum_buffer") for key in tensors) == 2 * 8
+    for key, value in single.items():
+        assert (tensors[key] - value).norm() <= 1e-7 * value.norm(), key
+
+
 def test_muon_in_float32_is_within_the_bounds_of_float32(tmp_path, token_cache):
     """With the iteration in bfloat16 the parameters differed by 1e-2 after 10 steps."""
     keys = {"training.dtype": "float32", "training.mixed_precision_param": "float32"}

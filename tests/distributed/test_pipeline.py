@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from minititan.hugging_face.reading import open_files
+from tests.distributed.expert_layouts import MOE
 from tests.distributed.harness import run_ranks
-from tests.distributed.layouts import BASE, MOE, TIED, Overrides
+from tests.distributed.layouts import BASE, TIED, Overrides
 from tests.distributed.runs import arguments, lines
 
 PIPELINE: Overrides = {

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from minititan.__main__ import main
@@ -143,6 +144,23 @@ def imported(model: Any, family: str, folder: Path) -> tuple[Run, Any]:
     return run, ours.eval()
 
 
+def same_parameters(source: Path, run: Run, ours: Any) -> bool:
+    """Whether a model has the bits of the tensors in files, those of experts stacked by number."""
+    files: dict[str, Tensor] = {}
+    for file in source.glob("*.safetensors"):
+        files |= load_file(file)
+    form = run.spec.form_of(run.args)
+    assert form is not None
+    used: set[str] = set()
+    for name, parameter in weights.parameters_of_model(form, ours).items():
+        tensors = [files[tensor] for tensor in parameter.tensors]
+        used |= set(parameter.tensors)
+        whole = torch.stack(tensors) if parameter.stacked else tensors[0]
+        if not torch.equal(whole, ours.get_parameter(name)):
+            return False
+    return used == files.keys()
+
+
 def exported(step: Path, folder: Path) -> Any:
     """What `transformers` makes of the folder that `minititan export` makes of a checkpoint."""
     with redirect_stdout(StringIO()):
@@ -194,10 +212,12 @@ def table() -> str:
             run, ours = imported(model, family, folder)
             found = difference(model, run, ours, folder)
             back = exported(run.checkpoint_folder / "step-0", folder / "folder")
-            same = "same bits" if same_bits(back.state_dict(), model.state_dict()) else "DIFFERS"
+            there = same_parameters(folder / "source", run, ours)
+            again = same_bits(back.state_dict(), model.state_dict())
+        files = " | ".join("same bits" if same else "DIFFERS" for same in (there, again))
         reference = f"`{kind}ForCausalLM`"
         numbers = f"{found.logits:.1e} | {found.gradients:.1e}"
-        lines.append(f"| `{family}` | {variant} | {reference} | {numbers} | {same} | {same} |")
+        lines.append(f"| `{family}` | {variant} | {reference} | {numbers} | {files} |")
     return "\n".join(lines)
 
 

@@ -8,7 +8,7 @@ import torch
 from minititan import registry
 from minititan.checkpoint.checkpointer import Checkpointer
 from minititan.init import init_parameters
-from tests.parity.families import VARIANTS, difference, exported, imported, theirs, tokens_of
+from tests.parity.families import VARIANTS, difference, exported, imported, same_parameters, theirs, tokens_of
 from tests.toy_llama import same_bits
 
 
@@ -16,6 +16,7 @@ from tests.toy_llama import same_bits
 def test_same_weights_same_logits_and_gradients_and_files(family, variant, tmp_path):
     model = theirs(*VARIANTS[family, variant])
     run, ours = imported(model, family, tmp_path)
+    assert same_parameters(tmp_path / "source", run, ours)
     back = exported(run.checkpoint_folder / "step-0", tmp_path / "folder")
     assert same_bits(back.state_dict(), model.state_dict())
 
