@@ -1,7 +1,7 @@
 """What a run on several ranks really does: what it sends, when its stages compute, what autograd keeps.
 
-Counts are taken below everything that is counted: operators that communicate are seen by the dispatcher, saved
-tensors by autograd's own hooks. A rank is a forked process with one thread, on gloo.
+Counts are taken below everything that is counted: operators that communicate are seen by the dispatcher,
+saved tensors by autograd's own hooks. A rank is a forked process with one thread, on gloo.
 """
 
 import multiprocessing
@@ -133,8 +133,8 @@ def _group(args: tuple[Any, ...]) -> dist.ProcessGroup:
 class Stages:
     """Records when the stages of this rank compute, and the bytes that autograd keeps for each.
 
-    Each computation is stretched to the `seconds` of its kind by sleeping: then a machine with fewer cores than
-    ranks shows what the schedule leaves idle, not what the cores do.
+    Each computation is stretched to the `seconds` of its kind by sleeping: then a machine with fewer cores
+    than ranks shows what the schedule leaves idle, not what the cores do.
     """
 
     def __init__(self, pipeline: Any, seconds: Mapping[str, float]) -> None:

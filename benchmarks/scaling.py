@@ -2,8 +2,8 @@
 `schedules bubble traffic memory` only that. Small models on CPU ranks.
 
 - `schedules`: drawings of the order of computations (benchmarks/schedules.py).
-- `bubble`: the share of time that stages are idle, by formula, by the schedule's own order, and by the clock in
-  a run whose computations are stretched to fixed lengths, since cores are fewer than ranks.
+- `bubble`: the share of time that stages are idle, by formula, by the schedule's own order, and by the clock
+  in a run whose computations are stretched to fixed lengths, since cores are fewer than ranks.
 - `traffic`: bytes that a rank sends in a step, against what the method takes and the least that is possible.
 - `memory`: parameters of the stages, and what autograd keeps at most, against the plan.
 
@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 from probes import Stages, Traffic, on_ranks
 from schedules import (
-    BACKWARD,
     COSTS,
     Span,
     bubble,
@@ -111,7 +110,7 @@ class Row(NamedTuple):
     least: float
 
 
-def count_in_rank(rank: int, world: int, keys: Keys, folder: str) -> dict[str, float]:
+def count_in_rank(rank: int, world: int, keys: Keys, folder: str) -> dict[str, int]:
     """Count the second step of a run, by axis; parameters and their gradients apart."""
     trainer, batches = begun(world, keys, folder)
     with Traffic() as traffic:
@@ -181,11 +180,11 @@ def rows(parameters: int) -> list[Row]:
 
 def traffic(folder: str) -> tuple[str, Any]:
     """Count all layouts."""
-    parameters = int(on_ranks(count_in_rank, 1, degrees(), folder)[0]["parameters"])
+    parameters = on_ranks(count_in_rank, 1, degrees(), folder)[0]["parameters"]
     table = [
-        f"{LAYERS} layers of width {WIDTH}, {HEADS} heads, {KV_HEADS} key/value heads, {parameters:,} parameters; "
-        f"{BATCH} sequences of {SEQ_LEN} tokens a step, float32. KB that a rank sends in a step, the mean over "
-        "ranks.\n",
+        f"{LAYERS} layers of width {WIDTH}, {HEADS} heads, {KV_HEADS} key/value heads, {parameters:,} "
+        f"parameters; {BATCH} sequences of {SEQ_LEN} tokens a step, float32. KB that a rank sends in a step, "
+        "the mean over ranks.\n",
         "| layout | sent | its method | sent / method | least possible | sent / least |",
         "|---|---|---|---|---|---|",
     ]
@@ -279,8 +278,8 @@ def memory(watched: Mapping[str, list[Watched]]) -> tuple[str, Any]:
     """Parameters and kept bytes of the ranks of every schedule."""
     ranks = len(watched["GPipe"])
     table = [
-        f"{ranks} ranks, {BATCH} micro-batches of one sequence. In flight: micro-batches of all stages of a rank "
-        "that have gone forward and not all the way back, at most at once.\n",
+        f"{ranks} ranks, {BATCH} micro-batches of one sequence. In flight: micro-batches that have gone "
+        "forward and not all the way back, at most at once, of each stage of the rank.\n",
         "| schedule | rank | stages | parameters (planned) | in flight | KB kept: at most (planned) |",
         "|---|---|---|---|---|---|",
     ]

@@ -140,8 +140,8 @@ def bubble(spans: Sequence[Sequence[Span]]) -> float:
 
 
 def bubble_by_formula(plan: Plan) -> float:
-    """Return the bubble in closed form, of stages that all take the same time, with the backward twice as long
-    as the forward: (p - 1) stages wait for the first forward and the last backward, or, where weights'
+    """Return the bubble in closed form, of stages that all take the same time, with the backward twice as
+    long as the forward: (p - 1) stages wait for the first forward and the last backward, or, where weights'
     gradients fill the end, for a third of these (arXiv:2104.04473, arXiv:2401.10241).
     """
     waits = (plan.ranks - 1) / (3 if SCHEDULES[plan.schedule].splits_backward else 1)

@@ -1,5 +1,4 @@
-"""A run over five axes that is killed twice and goes on with another layout each time, against one process that
-nothing kills.
+"""A run that is killed twice and goes on with another layout each time, against one process that nothing kills.
 
 pp 2 x dp 2 x tp 2, then dp 2 x cp 2 x tp 2, then one process. A kill comes some steps after a save: the steps
 between are taken and logged again by the next layout, with the same numbers.
@@ -28,14 +27,19 @@ ONE = Row("one process", 1)
 
 
 def layout(pp: int = 1, dp: int = 1, cp: int = 1, tp: int = 1) -> Row:
-    degrees = {"pipeline_parallel": pp, "data_parallel_shard": dp, "context_parallel": cp, "tensor_parallel": tp}
+    degrees = {
+        "pipeline_parallel": pp,
+        "data_parallel_shard": dp,
+        "context_parallel": cp,
+        "tensor_parallel": tp,
+    }
     keys = {f"parallelism.{name}_degree": str(degree) for name, degree in degrees.items()}
     return Row(f"pp{pp}-dp{dp}-cp{cp}-tp{tp}", pp * dp * cp * tp, keys)
 
 
 class Legs(NamedTuple):
-    """How many steps there are, after which of them a rank is killed, how often the run is saved, and over how
-    many ranks the data is spread.
+    """How many steps there are, after which of them a rank is killed, how often the run is saved, and over
+    how many ranks the data is spread.
     """
 
     steps: int
