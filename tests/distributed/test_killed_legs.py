@@ -1,4 +1,4 @@
-"""A run that is killed twice and goes on with another layout each time, against one process that nothing kills.
+"""A run that is killed twice and goes on with another layout each time, against one that nothing kills.
 
 pp 2 x dp 2 x tp 2, then dp 2 x cp 2 x tp 2, then one process. A kill comes some steps after a save: the steps
 between are taken and logged again by the next layout, with the same numbers.
