@@ -195,7 +195,8 @@ class _Kept:
     """A tensor that autograd keeps; its bytes count once, however many keep them, and no parameter's do."""
 
     def __init__(self, stages: Stages, tensor: Tensor) -> None:
-        self.tensor, self.stages = tensor, stages
+        # Detached: a tensor with its graph would keep alive what a split backward never visits.
+        self.tensor, self.stages = tensor.detach(), stages
         storage = tensor.untyped_storage()
         own = storage.data_ptr() not in stages.parameters
         self.size = min(tensor.nbytes, storage.nbytes()) if own else 0
