@@ -164,7 +164,7 @@ class Trainer:
         labels = labels.clamp(min=1)  # a step without any label has loss 0 and no gradient
 
         step = self.steps_done + 1
-        seed_step(self.config.debug.seed or 0, step, self.meshes.dp_rank)
+        seed_step(self.config.debug.seed or 0, step, self.meshes.tokens.get_local_rank())
         loss = self.forward_backward(micro_batches, labels)
         parameters = list(self.parameters.values())
         finish_gradients(parameters)
