@@ -196,6 +196,10 @@ REFUSED = {
         ["parallelism.enable_async_tensor_parallel"],
         "asynchronous tensor parallelism is not there yet",
     ),
+    "parallelism.pipeline_parallel_schedule_csv": (
+        ["parallelism.pipeline_parallel_degree=2", "parallelism.pipeline_parallel_schedule_csv=a.csv"],
+        "a schedule from a file is not there yet; only unset so far",
+    ),
     "parallelism.expert_parallel_comm_backend": (
         ["parallelism.expert_parallel_degree=2", "parallelism.expert_parallel_comm_backend=deepep"],
         'DeepEP is not there yet; only "standard" so far',

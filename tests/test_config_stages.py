@@ -132,8 +132,6 @@ REFUSED = {
     "allowed: 3, 4, 5, or leave it out": (4, config_of(layers_per_stage=2)),
     "parallelism.pipeline_parallel_layers_per_stage = 1: makes 6 stages; ZBVZeroBubble needs 4: 2 on each of "
     "2 ranks; leave it out": (4, config_of(schedule="ZBVZeroBubble", layers_per_stage=1)),
-    'parallelism.pipeline_parallel_schedule_csv = "a.csv": schedules from a file are not there yet; leave it '
-    "out": (4, config_of(schedule_csv="a.csv")),
 }
 
 

@@ -132,6 +132,12 @@ REFUSALS = (
     _not_yet("training.gc_debug", "debugging of the garbage collector", False),
     _not_yet("parallelism.enable_async_tensor_parallel", "asynchronous tensor parallelism", False),
     _not_yet(
+        "parallelism.pipeline_parallel_schedule_csv",
+        "a schedule from a file",
+        None,
+        lambda c: c.parallelism.pipeline_parallel_degree > 1,
+    ),
+    _not_yet(
         "parallelism.expert_parallel_comm_backend",
         "DeepEP",
         "standard",

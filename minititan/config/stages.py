@@ -125,15 +125,12 @@ def pipeline_faults(config: Config) -> list[str]:
     section = config.parallelism
     if section.pipeline_parallel_degree == 1:
         return []
-    faults = []
-    if section.pipeline_parallel_schedule_csv:
-        key = "parallelism.pipeline_parallel_schedule_csv"
-        faults.append(config.fault(key, "schedules from a file are not there yet", "leave it out"))
     schedule = schedule_of(config)
     if schedule is None:
         near = closest(section.pipeline_parallel_schedule, SCHEDULES)
         way_out = (f"nearest: {near}; " if near else "") + f"there are: {', '.join(SCHEDULES)}"
-        return [*faults, config.fault(SCHEDULE, "no such schedule", way_out)]
+        return [config.fault(SCHEDULE, "no such schedule", way_out)]
+    faults = []
     if schedule.splits_backward:
         whole = ", ".join(name for name, other in SCHEDULES.items() if not other.splits_backward)
         rule = "splits the backward pass"

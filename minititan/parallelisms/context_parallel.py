@@ -138,6 +138,15 @@ def _attend_to_gathered(
     k, v = split.join(parts).split((k.shape[-1], v.shape[-1]), dim=-1)  # [B, K, T, ...]
     if mask is not None:
         return attend(q, k, v, mask, scale, sinks)
+    return attend_to_prefixes(split, q, k, v, scale, sinks)
+
+
+def attend_to_prefixes(
+    split: Split, q: Tensor, k: Tensor, v: Tensor, scale: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Return causal attention of this rank's queries to the keys and values of whole sequences: of each chunk
+    to itself and what lies before it.
+    """
     own = split.chunks_of(split.rank)
     chunk = q.shape[2] // len(own)
     ends = [(number + 1) * chunk for number in own]
