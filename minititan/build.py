@@ -1,7 +1,7 @@
 """The parts of a run, made from its config: model, optimizer, tokens and loaders, logs."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from minititan import data
 from minititan.config import Config
+from minititan.config.stages import schedule_of
 from minititan.distributed import Distributed, computes_bfloat16, rank_from_env
 from minititan.guard import Guard
 from minititan.init import init_parameters, materialize
@@ -20,24 +21,96 @@ from minititan.metrics import MetricsLogger
 from minititan.models.moe import Router
 from minititan.optimizer import GroupedOptimizer, build_optimizer
 from minititan.parallelisms import Meshes, parallelize
+from minititan.parallelisms.context_parallel import Batch, build_split
+from minititan.parallelisms.pipeline import Pipeline, keep_modules
 from minititan.parallelisms.tensor_parallel import first_row
 from minititan.profiling import Profiler
-from minititan.run import Run, rule_settings, source_fault, sources_of
+from minititan.run import Run, rule_settings, source_fault, sources_of, stages_of_model
 
 
-def model_of(run: Run, meshes: Meshes, device: torch.device) -> Any:
-    """Return the model, its parallelisms applied, its parameters at their initial values. Every rank."""
-    config = run.config
+def whole_model(run: Run) -> Any:
+    """Return the plain model on the meta device."""
     with torch.device("meta"):
-        model = run.spec.build(run.args).to(getattr(torch, config.training.dtype))
+        return run.spec.build(run.args).to(getattr(torch, run.config.training.dtype))
+
+
+def stages_of(run: Run, meshes: Meshes) -> tuple[list[list[str]], list[int]]:
+    """Return the modules of each stage of the pipeline, and the rank on `meshes.pp` that has it."""
+    schedule = schedule_of(run.config)
+    assert schedule is not None and meshes.pp is not None, "the config check finds the schedule"
+    stages = stages_of_model(run.config, whole_model(run))
+    return stages, schedule.ranks_of(len(stages), meshes.pp.size())
+
+
+def parts_of(run: Run, meshes: Meshes, device: torch.device) -> dict[int, Any]:
+    """Return this rank's parts of the model by their stage: the whole one where there is no pipeline.
+
+    Their parallelisms are applied, their parameters at their initial values. Every rank must call it.
+    """
+    if meshes.pp is None:
+        return {0: model_of(run, meshes, device)}
+    stages, ranks = stages_of(run, meshes)
+    own = [stage for stage, rank in enumerate(ranks) if rank == meshes.pp.get_local_rank()]
+    parts = {stage: model_of(run, meshes, device, stages[stage]) for stage in own}
+    for part in parts.values():
+        part.routing = getattr(next(iter(parts.values())), "routing", None)
+    return parts
+
+
+def parameters_of(run: Run, parts: Mapping[int, Any]) -> dict[str, nn.Parameter]:
+    """Return the parameters of this rank's parts by name, without the copy of a tied embedding."""
+    names = dict(whole_model(run).named_parameters())
+    return {
+        name: parameter
+        for part in parts.values()
+        for name, parameter in part.named_parameters()
+        if name in names
+    }
+
+
+def pipeline_of(run: Run, meshes: Meshes, parts: Mapping[int, Any], device: torch.device) -> Pipeline | None:
+    """Return how batches go through the stages; None where there is no pipeline."""
+    if meshes.pp is None:
+        return None
+    section, training, (_, ranks) = run.config.parallelism, run.config.training, stages_of(run, meshes)
+    whole, size = whole_model(run), section.pipeline_parallel_microbatch_size
+    split = meshes.tp is not None and not section.disable_sequence_parallel
+    schedule = schedule_of(run.config)
+    assert schedule is not None
+    return Pipeline(
+        parts,
+        ranks,
+        meshes.pp,
+        schedule.name,
+        micro_batches=training.local_batch_size // size,
+        micro_batch_size=size,
+        seq_len=training.seq_len // run.layout.cp,
+        shards=run.layout.tp if split else 1,
+        width=whole.lm_head.in_features,
+        dtype=compute_dtype(run.config, device),
+        device=device,
+        tied="lm_head.weight" not in dict(whole.named_parameters()),
+    )
+
+
+def model_of(run: Run, meshes: Meshes, device: torch.device, modules: Sequence[str] | None = None) -> Any:
+    """Return the model, its parallelisms applied, its parameters at their initial values. Every rank.
+
+    `modules`: those that it keeps, as a stage of a pipeline; None: all.
+    """
+    config = run.config
+    model = whole_model(run)
+    if modules is not None:
+        keep_modules(model, modules)
     compiled = config.compile.enable and "loss" in config.compile.components
     shard = None
-    if meshes.tp is not None:
+    if meshes.tp is not None and model.lm_head is not None:
         shard = vocabulary_shard(model, meshes.tp, parallel=not config.parallelism.disable_loss_parallel)
     for module in model.modules():
         if isinstance(module, Router):
             module.forced = config.debug.moe_force_load_balance
-    install_loss(model.lm_head, shard, config.compile.backend if compiled else None)
+    if model.lm_head is not None:
+        install_loss(model.lm_head, shard, config.compile.backend if compiled else None)
     parallelize(model, run.spec.plan_of(run.args), meshes, config, compute_dtype(config, device))
     materialize(model, torch.device("cpu") if config.training.enable_cpu_offload else device)
     init_parameters(
@@ -53,6 +126,13 @@ def vocabulary_shard(model: Any, tp: DeviceMesh, *, parallel: bool) -> Vocabular
     vocab_size = model.lm_head.out_features
     rows, first = -(-vocab_size // tp.size()), first_row(vocab_size, tp)
     return VocabularyShard(tp.get_group().group_name, rows, first, parallel)
+
+
+def own_part_of(run: Run, meshes: Meshes) -> Callable[[Batch], Batch]:
+    """Return what takes this rank's part of each sequence of a batch."""
+    if meshes.cp is None:
+        return lambda batch: batch
+    return build_split(meshes.cp, run.config.parallelism.context_parallel_load_balancer).batch
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
@@ -79,12 +159,12 @@ def guard_of(config: Config, say: Callable[[str], None]) -> Guard:
     )
 
 
-def optimizer_of(
-    config: Config, parameters: dict[str, nn.Parameter], device: torch.device
-) -> GroupedOptimizer:
+def optimizer_of(run: Run, parameters: dict[str, nn.Parameter], device: torch.device) -> GroupedOptimizer:
+    config = run.config
     section, dtype = config.optimizer, compute_dtype(config, device)
     return build_optimizer(
         parameters,
+        whole=dict(whole_model(run).named_parameters()),
         **rule_settings(config),
         betas=(section.beta1, section.beta2),
         eps=section.eps,

@@ -199,13 +199,13 @@ def set_determinism(seed: int, *, deterministic: bool = False, warn_only: bool =
         torch.use_deterministic_algorithms(True, warn_only=warn_only)
 
 
-def seed_step(seed: int, step: int, dp_rank: int) -> None:
+def seed_step(seed: int, step: int, rank: int) -> None:
     """Seeds torch, numpy and random for what a model draws in a step, whatever was drawn before.
 
-    So a resume on any layout draws what the run without it would have. The ranks of a tensor-parallel group
-    draw the same.
+    So a resume on any layout draws what the run without it would have. `rank` is among those with different
+    tokens: the ranks of a tensor-parallel group draw the same.
     """
-    derived = int.from_bytes(hashlib.sha256(f"{seed}:{step}:{dp_rank}".encode()).digest()[:8], "big") >> 1
+    derived = int.from_bytes(hashlib.sha256(f"{seed}:{step}:{rank}".encode()).digest()[:8], "big") >> 1
     torch.manual_seed(derived)
     np.random.seed(derived % 2**32)
     random.seed(derived)

@@ -43,17 +43,20 @@ def clip_gradients(parameters: Sequence[nn.Parameter], norm: Tensor, max_norm: f
 
 
 @torch.no_grad()
-def gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
+def gradient_norm(parameters: Sequence[nn.Parameter], pipeline: dist.ProcessGroup | None = None) -> Tensor:
     """Return the 2-norm of all gradients of the model, as if on one process, a tensor on the device.
 
-    Every rank must call it.
+    Every rank must call it. `pipeline`: the ranks that have the other stages.
     """
     alike: dict[object, list[Tensor]] = {}  # gradients on the same mesh, sharded over the same of its axes
     for parameter in parameters:
         if parameter.grad is not None:
             alike.setdefault(_sharded_axes(parameter.grad), []).append(parameter.grad)
     squares = [_squared_norm(grads) for grads in alike.values()]
-    return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
+    square = torch.stack(squares).sum() if squares else torch.zeros(())
+    if pipeline is not None:
+        dist.all_reduce(square, group=pipeline)
+    return square.sqrt()
 
 
 def _sharded_axes(grad: Tensor) -> object:

@@ -136,7 +136,8 @@ def _not_finite(loss: Tensor | None, parameters: Mapping[str, nn.Parameter]) -> 
     if loss is not None:
         broken = {rank: value for rank, (value, _) in enumerate(entries) if not math.isfinite(value)}
         return "the loss is " + ", ".join(f"{value} on rank {rank}" for rank, value in broken.items())
-    names = [name for name in parameters if any(name in names for _, names in entries)]
+    found = [name for _, names in entries for name in names]  # other ranks' of a pipeline too
+    names = [name for name in dict.fromkeys([*parameters, *found]) if name in found]
     if not names:  # each is finite, the sum of their squares is not
         return "the gradient norm is not finite"
     ranks = ", ".join(str(rank) for rank, (_, names) in enumerate(entries) if names)

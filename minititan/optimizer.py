@@ -113,6 +113,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
 def build_optimizer(
     named_parameters: Mapping[str, nn.Parameter],
     *,
+    whole: Mapping[str, Tensor] | None = None,
     name: OptimizerName,
     lr: float,
     betas: tuple[float, float],
@@ -129,10 +130,11 @@ def build_optimizer(
 ) -> GroupedOptimizer:
     """An optimizer of the trainable parameters by their rules (see `rules_of`), its state already there.
 
-    `implementation` is Adam's. `state_dtype` is that of the moments; None: the parameter's.
+    `whole`: all parameters of the model, where these are some, for patterns must match one. `implementation`
+    is Adam's. `state_dtype` is that of the moments; None: the parameter's.
     """
     rules = rules_of(
-        named_parameters,
+        named_parameters if whole is None else whole,
         name=name,
         lr=lr,
         weight_decay=weight_decay,

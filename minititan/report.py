@@ -18,13 +18,16 @@ def opening_lines(run: Run, device: torch.device, parameters: int, steps_done: i
     sizes = _by_step(batch_sizes)
     counts = _by_step([(first, size // (layout.dp * micro)) for first, size in batch_sizes])
     experts = f", experts over {layout.ep * layout.etp}" if layout.ep > 1 else ""
+    stages = f"{layout.pp} pipeline ranks x " if layout.pp > 1 else ""
+    context = f" x {layout.cp} context-parallel" if layout.cp > 1 else ""
     span = f"steps {steps_done + 1} to {last_step}" if steps_done < last_step else "no step is left"
     return "\n".join(
         [
             f"{config.job.description}: {config.model.name} {config.model.flavor}",
             f"  {parameters:,} parameters in {training.dtype}, computed in {dtype}",
-            f"  {layout.world_size} processes on {device.type}{threads}: {layout.dp_replicate} replicas x "
-            f"{layout.dp_shard} shards x {layout.tp} tensor-parallel{experts}",
+            f"  {layout.world_size} processes on {device.type}{threads}: {stages}"
+            f"{layout.dp_replicate} replicas x {layout.dp_shard} shards{context} x {layout.tp} tensor-parallel"
+            f"{experts}",
             f"  {sizes} sequences of {training.seq_len} tokens a step: micro-batches of {micro}, "
             f"{counts} of them on each of {layout.dp} data-parallel ranks",
             f"  {span}, everything into {run.folder}",

@@ -37,15 +37,22 @@ class StepRouting:
 class StepRouters:
     """The routers of a model from step to step; every rank must call its methods.
 
-    `groups`: the ranks of all groups together have different tokens of a step, each token once.
+    `parts` are the model, or some of its layers, with one record; `groups`: the ranks of all groups together
+    have different tokens of a step, each token once; `pipeline`: the ranks with the other layers.
     """
 
-    def __init__(self, model: Any, groups: Sequence[dist.ProcessGroup]) -> None:
-        self.record = getattr(model, "routing", None)
-        self.groups = groups
+    def __init__(
+        self,
+        parts: Sequence[Any],
+        groups: Sequence[dist.ProcessGroup],
+        pipeline: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.record = getattr(parts[0], "routing", None)
+        self.groups, self.pipeline = groups, pipeline
         self.routers: dict[str, Router] = {
             name: module
-            for name, block in model.layers.named_children()
+            for part in parts
+            for name, block in part.layers.named_children()
             for module in block.modules()
             if isinstance(module, Router)
         }
@@ -75,10 +82,19 @@ class StepRouters:
 
     def result(self, sequences: int, tokens: int) -> StepRouting | None:
         """Return what was done in a step of so many sequences and tokens; None without a router."""
-        if not self.sums():
+        layers = {
+            name: (sums.loss.item(), _load(self.routers[name], sums, tokens))
+            for name, sums in self.sums().items()
+        }
+        if self.pipeline is not None:
+            found: list[Any] = [None] * dist.get_world_size(self.pipeline)
+            dist.all_gather_object(found, layers, group=self.pipeline)
+            every = {name: layer for layers in found for name, layer in layers.items()}
+            layers = {name: every[name] for name in sorted(every, key=int)}
+        if not layers:
             return None
-        layers = {name: _load(self.routers[name], sums, tokens) for name, sums in self.sums().items()}
-        return StepRouting(sum(sums.loss.item() for sums in self.sums().values()) / sequences, layers)
+        loss = sum(loss for loss, _ in layers.values())
+        return StepRouting(loss / sequences, {name: load for name, (_, load) in layers.items()})
 
     def sums(self) -> dict[str, Routing]:
         """Return the step's routing by layer over all ranks, in float64."""

@@ -11,14 +11,19 @@ import torch
 from torch import nn
 
 from minititan import data, registry
+from minititan.checkpoint.agreement import RanksFailedError, first_rank
 from minititan.checkpoint.folder import check_checkpoint, check_step, check_writable, committed_steps
 from minititan.config import Config, ConfigError, Layout, validate
+from minititan.config.stages import PP, stage_faults, stages_of
 from minititan.hugging_face.mesh import check_folder
 from minititan.models.hugging_face import HuggingFaceForm
 from minititan.optimizer import ParamGroup, rules_of
+from minititan.parallelisms.context_parallel import seam_faults
 from minititan.parallelisms.expert_parallel import experts_faults
 from minititan.parallelisms.fsdp import uneven_faults
+from minititan.parallelisms.pipeline import stage_fault
 from minititan.parallelisms.tensor_parallel import plan_faults
+from minititan.run_status import RunStatus
 from minititan.sinks import check_wandb
 
 
@@ -80,6 +85,10 @@ def check_model(config: Config, spec: registry.ModelSpec, args: Any) -> nn.Modul
         rules = plan_faults(model, plan)
         way_out = f"mend the plan of the model {config.model.name}, or use 1"
         faults += [config.fault("parallelism.tensor_parallel_degree", rule, way_out) for rule in rules]
+    if config.parallelism.context_parallel_degree > 1 and not faults:
+        way_out = "docs/models.md says what it takes, or use 1"
+        rules = seam_faults(model)
+        faults += [config.fault("parallelism.context_parallel_degree", rule, way_out) for rule in rules]
     if faults:
         raise ConfigError(*faults)
     return model
@@ -100,13 +109,38 @@ def rule_settings(config: Config) -> dict[str, Any]:
 def check_shards(config: Config, plan: Mapping[str, str] | None, model: nn.Module, layout: Layout) -> None:
     """Raise ConfigError where parameters cannot be sharded as the layout has it."""
     if layout.tp > 1 and plan is not None:
-        rules = uneven_faults(model, plan, layout.tp, layout.dp_shard)
+        rules = uneven_faults(model, plan, layout.tp, layout.dp_shard * layout.cp)
         if layout.ep == 1 or layout.etp > 1:
             rules += experts_faults(model, layout.tp)
         way_out = f"choose sizes that {layout.tp} divides, or another degree"
         if rules:
             key = "parallelism.tensor_parallel_degree"
             raise ConfigError(*(config.fault(key, rule, way_out) for rule in rules))
+
+
+def stages_of_model(config: Config, model: Any) -> list[list[str]]:
+    """Return the names of the modules of each stage of the pipeline."""
+    return stages_of(config, *_modules(model))
+
+
+def _modules(model: Any) -> tuple[list[str], list[str]]:
+    """Return the names of the model's layers, and of its modules beside those that every model has."""
+    known = ("embed_tokens", "layers", "norm", "lm_head")
+    return list(model.layers), [name for name, _ in model.named_children() if name not in known]
+
+
+def check_stages(config: Config, spec: registry.ModelSpec, args: Any, model: Any) -> None:
+    """Raise ConfigError where the model cannot be cut into the stages that the config asks for."""
+    if config.parallelism.pipeline_parallel_degree == 1:
+        return
+    faults = stage_faults(config, *_modules(model))
+    with torch.device("meta"):
+        part = spec.build(args)
+    if fault := stage_fault(part, model.lm_head.in_features):
+        rule = f'the model "{config.model.name}" cannot be cut into stages: {fault}'
+        faults.append(config.fault(PP, rule, "mend its forward, or use 1"))
+    if faults:
+        raise ConfigError(*faults)
 
 
 def check_names(config: Config, model: nn.Module) -> None:
@@ -205,6 +239,8 @@ def check(config: Config, world_size: int) -> Run:
             vocab_size=tokenizer.vocab_size,
         )
         check_shards(config, spec.plan_of(args), built, layout)
+    with collected(faults):
+        check_stages(config, spec, args, built)
     for name in ("training", "validation") if config.validation.enable else ("training",):
         for key, dataset, path in sources_of(config, name).values():
             with collected(faults):
@@ -218,3 +254,12 @@ def check(config: Config, world_size: int) -> Run:
     if faults or layout is None:
         raise ConfigError(*faults)
     return Run(config, spec, args, tokenizer, layout)
+
+
+def take_folders(run: Run, status: RunStatus) -> None:
+    """Make this the only run in its folders; raise ConfigError on all ranks where another is in them."""
+    try:
+        first_rank(lambda: status.take(run.locked_folders))
+    except RanksFailedError as failed:
+        raise failed.explained(f"{run.folder}: could not be locked", "set another job.dump_folder") from None
+    status.join(run.folder)

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from minititan import build
-from minititan.checkpoint.agreement import RanksFailedError, first_rank
 from minititan.config import Config, ConfigError, load
 from minititan.config.command_line import USAGE, asks_for_help
 from minititan.distributed import (
@@ -42,7 +41,7 @@ from minititan.parallelisms import build_meshes
 from minititan.report import closing_lines, opening_lines, stopped_lines, write_config
 from minititan.resume import Checkpoints, Progress, completed_step, finish_export
 from minititan.routing import StepRouters
-from minititan.run import Run, check
+from minititan.run import Run, check, take_folders
 from minititan.run_status import RunStatus
 from minititan.saving import Saves
 from minititan.signals import StopSignals, watched
@@ -53,7 +52,10 @@ Batch = dict[str, Tensor]
 
 
 class Trainer:
-    """A run in progress. From step to step change model, optimizer, loader, and the two counters."""
+    """A run in progress. From step to step change model, optimizer, loader, and the two counters.
+
+    `parts` is the model, or the parts of it that this rank has in a pipeline.
+    """
 
     # Set by `build`, once it is known at which step the run stands:
     metrics: MetricsLogger
@@ -67,15 +69,26 @@ class Trainer:
         set_determinism(
             debug.seed or 0, deterministic=debug.deterministic, warn_only=debug.deterministic_warn_only
         )
-        degrees = layout.dp_replicate, layout.dp_shard, layout.tp, layout.ep, layout.etp
-        self.meshes = build_meshes(self.device.type, *degrees)
+        self.meshes = build_meshes(
+            self.device.type,
+            pp=layout.pp,
+            dp_replicate=layout.dp_replicate,
+            dp_shard=layout.dp_shard,
+            cp=layout.cp,
+            tp=layout.tp,
+            ep=layout.ep,
+            etp=layout.etp,
+        )
         self.loader = build.train_loader_of(run, self.meshes)
         self.validation_batches = build.validation_loader_of(run, self.meshes)
-        self.model = build.model_of(run, self.meshes, self.device)
+        self.own_part = build.own_part_of(run, self.meshes)
+        parts = build.parts_of(run, self.meshes, self.device)
+        self.parts = list(parts.values())
         # Taken once: while FSDP has gathered a unit's parameters, its modules hold others.
-        self.parameters = dict(self.model.named_parameters())
-        self.routers = StepRouters(self.model, self.meshes.token_groups)
-        self.optimizer = build.optimizer_of(run.config, self.parameters, self.device)
+        self.parameters = build.parameters_of(run, parts)
+        self.pipeline = build.pipeline_of(run, self.meshes, parts, self.device)
+        self.routers = StepRouters(self.parts, self.meshes.token_groups, self.meshes.pipeline_group)
+        self.optimizer = build.optimizer_of(run, self.parameters, self.device)
         self.guard = build.guard_of(run.config, self.say)
         self.checkpoints = Checkpoints(
             run, place, self.parameters, self.optimizer, self.loader, self.guard, self.say
@@ -142,21 +155,22 @@ class Trainer:
         """Take one optimizer step on the next global batch; `batches` yields this rank's micro-batches."""
         with self.metrics.data_loading():
             count = self.job.layout.accumulation_steps(self.steps_done + 1)
-            micro_batches = [self.to_device(next(batches)) for _ in range(count)]
-        group = self.meshes.dp_group
+            whole = [self.to_device(next(batches)) for _ in range(count)]
+        micro_batches = [self.own_part(batch) for batch in whole]
+        group = self.meshes.loss_group
         labels = torch.stack([(batch["labels"] != IGNORED).sum() for batch in micro_batches]).sum()
         own_labels = labels.clone()
         dist.all_reduce(labels, group=group)
         labels = labels.clamp(min=1)  # a step without any label has loss 0 and no gradient
 
         step = self.steps_done + 1
-        seed_step(self.config.debug.seed or 0, step, self.meshes.dp_rank)
+        seed_step(self.config.debug.seed or 0, step, self.meshes.tokens.get_local_rank())
         loss = self.forward_backward(micro_batches, labels)
         parameters = list(self.parameters.values())
         finish_gradients(parameters)
         if scale := self.guard.scale:
             unscale_gradients(parameters, scale.value)
-        norm = gradient_norm(parameters)
+        norm = gradient_norm(parameters, self.meshes.pipeline_group)
         factor = self.lr_factor(self.steps_done)
         asked = self.requests.on_any_rank
         if self.guard.allows(step, loss, labels, norm, self.parameters, group, asked):
@@ -169,7 +183,7 @@ class Trainer:
         self.steps_done = self.status.step = step
         self.tokens_seen += self.job.layout.batch_sizes.at(step) * self.config.training.seq_len
         if self.metrics.due(step):
-            self.log(loss, own_labels, labels, norm, self.config.optimizer.lr * factor, micro_batches)
+            self.log(loss, own_labels, labels, norm, self.config.optimizer.lr * factor, whole)
 
     def forward_backward(self, micro_batches: list[Batch], labels: Tensor) -> Tensor:
         """Add up the gradients of this rank's part of the batch; return the sum of its token losses.
@@ -178,9 +192,11 @@ class Trainer:
         not averaged. Ranks exchange gradients once, after the last micro-batch; where parameters are never
         resharded inside a step, they are gathered once as well.
         """
-        model, total = self.model, torch.zeros((), device=self.device)
+        model, total = self.parts[0], torch.zeros((), device=self.device)
         scale = self.guard.scale.value if self.guard.scale else 1.0
         self.routers.begin(scale / self.job.layout.batch_sizes.at(self.steps_done + 1))
+        if self.pipeline is not None:
+            return self.pipeline.forward_backward(micro_batches, labels, scale if self.guard.scale else None)
         has_fsdp = isinstance(model, FSDPModule)
         keep_gathered = self.config.parallelism.fsdp_reshard_after_forward == "never"
         for index, batch in enumerate(micro_batches):
@@ -216,7 +232,7 @@ class Trainer:
         self, loss: Tensor, own_labels: Tensor, labels: Tensor, norm: Tensor, lr: float, batches: list[Batch]
     ) -> None:
         """Log the step just done: the mean loss over all ranks, and the largest of one rank."""
-        group = self.meshes.dp_group
+        group = self.meshes.loss_group
         largest = loss / own_labels.clamp(min=1)
         dist.all_reduce(loss, group=group)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
@@ -243,7 +259,7 @@ class Trainer:
         """
         own = torch.cat([batch["tokens"] for batch in micro_batches])  # [share, T]
         parts = [torch.empty_like(own) for _ in range(self.job.layout.dp)]
-        dist.all_gather(parts, own, group=self.meshes.dp_group)
+        dist.all_gather(parts, own, group=self.meshes.dp.get_group())
         ids = torch.cat(parts).cpu().numpy().astype("<i8")
         return hashlib.sha256(ids.tobytes()).hexdigest()
 
@@ -300,7 +316,10 @@ class Trainer:
 
     def validate(self) -> float:
         """Validate and log it; return the loss."""
-        result = run_validation(self.model, self.validation_batches, self.device, self.meshes.dp_group)
+        group = self.meshes.loss_group
+        result = run_validation(
+            self.parts, self.validation_batches, self.own_part, self.device, group, self.pipeline
+        )
         self.metrics.log_validation(
             self.steps_done,
             loss=result.loss,
@@ -359,7 +378,7 @@ def train(config: Config, stop: StopSignals, status: RunStatus) -> int:
     trainer = Trainer.build(run, place, stop, status)
     if place.rank == 0:
         write_config(run)
-    parameters = sum(parameter.numel() for parameter in trainer.parameters.values())
+    parameters = sum(parameter.numel() for parameter in build.whole_model(run).parameters())
     trainer.say(opening_lines(run, place.device, parameters, trainer.steps_done, trainer.last_step))
     finished = trainer.run()
     if place.rank == 0:
@@ -370,15 +389,6 @@ def train(config: Config, stop: StopSignals, status: RunStatus) -> int:
             status.write("preempted", f"{trainer.requests.stop}{nothing}")
     shutdown(place)
     return 0 if finished else PREEMPTED_EXIT_CODE
-
-
-def take_folders(run: Run, status: RunStatus) -> None:
-    """Make this the only run in its folders; raise ConfigError on all ranks where another is in them."""
-    try:
-        first_rank(lambda: status.take(run.locked_folders))
-    except RanksFailedError as failed:
-        raise failed.explained(f"{run.folder}: could not be locked", "set another job.dump_folder") from None
-    status.join(run.folder)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ It changes nothing of training: no gradients, no counters, the data position of 
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minititan.loss import IGNORED
+from minititan.parallelisms.pipeline import Pipeline
+
+Batch = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -31,22 +34,40 @@ class ValidationResult:
 
 @torch.no_grad()
 def run_validation(
-    model: Any, batches: Iterable[Mapping[str, Tensor]], device: torch.device, group: dist.ProcessGroup
+    parts: Sequence[Any],
+    batches: Iterable[Batch],
+    own_part: Callable[[Batch], Batch],
+    device: torch.device,
+    group: dist.ProcessGroup,
+    pipeline: Pipeline | None = None,
 ) -> ValidationResult:
-    """Return the result over the batches of all data-parallel ranks of `group`; every rank must call it.
+    """Return the result over the batches of all ranks of `group`; every rank must call it.
 
-    A batch has `tokens` and `labels` [b, T]; each rank must have the same number of batches.
+    A batch has `tokens` and `labels` [b, T], of which a rank computes `own_part`; each rank must have the
+    same number of batches. `parts` is the model, or those parts of it that go through `pipeline` with those
+    of other ranks.
     """
     start = time.perf_counter()
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # losses, labels
-    training = model.training
-    model.eval()
+    training = [part.training for part in parts]
+    for part in parts:
+        part.eval()
+    if pipeline is not None:
+        pipeline.begin_evaluation()
     for batch in batches:
-        inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-        labels = inputs.pop("labels")
-        sums[0] += model.lm_head(model(**inputs), labels)
-        sums[1] += (labels != IGNORED).sum()
-    model.train(training)
+        inputs = own_part({name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()})
+        sums[1] += (inputs["labels"] != IGNORED).sum()
+        sums[0] += _token_losses(parts[0], inputs) if pipeline is None else pipeline.token_losses(inputs)
+    for part, mode in zip(parts, training, strict=True):
+        part.train(mode)
     dist.all_reduce(sums, group=group)
+    if pipeline is not None:  # one stage has the losses, all have the labels
+        dist.all_reduce(sums[:1], group=pipeline.group)
     loss, tokens = sums.tolist()
     return ValidationResult(loss / max(tokens, 1.0), int(tokens), time.perf_counter() - start)
+
+
+def _token_losses(model: Any, batch: Batch) -> Tensor:
+    """Return the sum of the token losses of a batch."""
+    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    return model.lm_head(model(**inputs), batch["labels"])

@@ -161,7 +161,7 @@ def test_all_faults_at_once(tmp_path: Path) -> None:
         training.steps = "10"
         training.seq_lenn = 5
         optimizer.beta1 = 1.5
-        parallelism.pipeline_parallel_degree = 2
+        parallelism.enable_async_tensor_parallel = true
         checkpoint.enable_checkpoint = true
         checkpoint.enable = true
         """
@@ -173,7 +173,7 @@ def test_all_faults_at_once(tmp_path: Path) -> None:
         "command line: training.max_norm",
         "run.toml: training.steps",
         "run.toml: optimizer.beta1",
-        "run.toml: parallelism.pipeline_parallel_degree",
+        "run.toml: parallelism.enable_async_tensor_parallel",
     ]
 
 

@@ -131,6 +131,7 @@ OFF = [
     "parallelism.pipeline_parallel_schedule=none such",
     "parallelism.expert_tensor_parallel_degree=8",
     "parallelism.context_parallel_rotate_method=alltoall",
+    "parallelism.context_parallel_load_balancer=x",
     "checkpoint.interval=0",
     "checkpoint.async_mode=async",
     "checkpoint.last_save_in_hf",
@@ -195,13 +196,9 @@ REFUSED = {
         ["parallelism.enable_async_tensor_parallel"],
         "asynchronous tensor parallelism is not there yet",
     ),
-    "parallelism.pipeline_parallel_degree": (
-        ["parallelism.pipeline_parallel_degree=2"],
-        "pipeline parallelism is not there yet; only 1 so far",
-    ),
-    "parallelism.context_parallel_degree": (
-        ["parallelism.context_parallel_degree=2"],
-        "context parallelism is not there yet; only 1 so far",
+    "parallelism.pipeline_parallel_schedule_csv": (
+        ["parallelism.pipeline_parallel_degree=2", "parallelism.pipeline_parallel_schedule_csv=a.csv"],
+        "a schedule from a file is not there yet; only unset so far",
     ),
     "parallelism.expert_parallel_comm_backend": (
         ["parallelism.expert_parallel_degree=2", "parallelism.expert_parallel_comm_backend=deepep"],

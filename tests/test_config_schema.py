@@ -114,6 +114,7 @@ OUR_KEYS = {
     "optimizer.no_decay": (),
     "parallelism.disable_sequence_parallel": False,
     "parallelism.disable_embedding_parallel": False,
+    "parallelism.context_parallel_method": "all_gather",
     "data.cache_folder": None,
     "data.text_key": "text",
     "data.txt_lines": False,
@@ -273,8 +274,8 @@ def test_old_names_at_other_than_their_off_values(tmp_path: Path) -> None:
     assert [fault.removeprefix("run.toml: ") for fault in caught.value.faults] == [
         "parallelism.enable_compiled_autograd = true: this key is gone; compiled autograd is not there; "
         "leave it out",
-        'parallelism.pipeline_parallel_split_points = ["layers.2"]: this key is gone; pipeline parallelism '
-        "is not there yet; leave it out",
+        'parallelism.pipeline_parallel_split_points = ["layers.2"]: this key is gone; use '
+        "parallelism.module_fqns_per_model_part",
         "checkpoint.model_weights_only = true: this key is gone; use checkpoint.last_save_model_only",
         'fault_tolerance.sync_steps = "5": must be an integer',
         "lr_scheduler.min_lr_factor = 2.0: must be at least 0 and at most 1",

@@ -280,8 +280,8 @@ def test_all_faults_at_once() -> None:
 
 def test_rules_without_layout_hold_here_too() -> None:
     assert faults_of(2, **{TP: 0}) == ["parallelism.tensor_parallel_degree = 0: must be at least 1"]
-    assert faults_of(2, parallelism__pipeline_parallel_degree=2)[0].startswith(
-        "parallelism.pipeline_parallel_degree = 2: pipeline parallelism is not there yet"
+    assert faults_of(2, parallelism__enable_async_tensor_parallel=True)[0].startswith(
+        "parallelism.enable_async_tensor_parallel = true: asynchronous tensor parallelism is not there yet"
     )
 
 

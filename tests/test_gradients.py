@@ -95,7 +95,9 @@ def on_ranks(rank: int, world: int, folder: str) -> dict[str, Any]:
     results, made = {}, {}
     for layout, (replicate, shard, tp, keys) in LAYOUTS.items():
         degrees = replicate, shard, tp
-        meshes = made[degrees] = made.get(degrees) or build_meshes("cpu", *degrees)
+        meshes = made[degrees] = made.get(degrees) or build_meshes(
+            "cpu", **dict(zip(("dp_replicate", "dp_shard", "tp"), degrees, strict=True))
+        )
         model = model_of(run_of(folder, world, replicate, shard, tp, keys), meshes, torch.device("cpu"))
         parameters = dict(model.named_parameters())
         tokens, labels = (part.chunk(replicate * shard)[meshes.dp_rank] for part in batch())

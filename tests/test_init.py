@@ -50,7 +50,7 @@ def on_ranks(rank: int, world: int, folder: str) -> dict[Any, Any]:
     init.BLOCK_ELEMENTS = 128  # many blocks, that shards cut
     results = {}
     for layout, (replicate, shard, tp) in LAYOUTS.items():
-        meshes = build_meshes("cpu", replicate, shard, tp)
+        meshes = build_meshes("cpu", dp_replicate=replicate, dp_shard=shard, tp=tp)
         for tied in (False, True):
             tables = {
                 "job": {"dump_folder": folder},

@@ -60,6 +60,35 @@ def test_flex_attention_is_what_a_boolean_mask_is(
     torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+PLACES = torch.tensor([3, 4, 5, 30, 31, 39])
+
+
+@pytest.mark.parametrize("kernel", ["boolean", "blocks"])
+@pytest.mark.parametrize("ids", [None, IDS], ids=["", "documents"])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_queries_that_are_some_of_the_tokens_see_what_they_would_among_all(
+    ids: torch.Tensor | None, kernel: str, inputs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(masks, "_flex_attention", lambda: (flex_attention, create_block_mask))
+    device = torch.device("cpu")
+    whole = masks.causal_mask(T, 6, ids, C, torch.float32, device)
+    if kernel == "boolean":
+        mask = masks.causal_mask(T, 6, ids, C, torch.float32, device, PLACES)
+    else:
+        mask = masks.block_mask(T, 6, ids, device, PLACES)
+    own = masks.attend(inputs["q"][:, :, PLACES], inputs["k"], inputs["v"], mask)
+    torch.testing.assert_close(own, masks.attend(**inputs, mask=whole)[:, :, PLACES], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("sinks", [None, torch.linspace(-2.0, 3.0, H)], ids=["", "sinks"])
+def test_without_a_mask_queries_are_the_last_of_the_keys(
+    sinks: torch.Tensor | None, inputs: dict[str, Any]
+) -> None:
+    own = masks.attend(inputs["q"][:, :, -9:], inputs["k"], inputs["v"], None, sinks=sinks)
+    whole = masks.attend(**inputs, mask=None, sinks=sinks)
+    torch.testing.assert_close(own, whole[:, :, -9:], rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_is_the_same(inputs: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Eager: its compiled kernel needs a GPU, or a C++ compiler and minutes."""

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import math
 import re
 import sys
 from dataclasses import dataclass, replace
@@ -375,12 +376,13 @@ def alone(tmp_path_factory):
         ({"data_parallel_shard": 2}, ("none", "op")),
         ({"tensor_parallel": 2}, ("full", "plain")),
         ({"data_parallel_shard": 2, "tensor_parallel": 2}, ("none", "op", "plain")),
+        ({"pipeline_parallel": 2, "tensor_parallel": 2}, ("none", "op")),
     ],
-    ids=["dp2", "tp2", "dp2-tp2"],
+    ids=["dp2", "tp2", "dp2-tp2", "pp2-tp2"],
 )
 def test_a_model_of_ones_own_on_every_layout(keys, kinds, alone, tmp_path):
     runs = {name: CUSTOM | KINDS[name] for name in kinds}
-    ranks = keys.get("tensor_parallel", 1) * keys.get("data_parallel_shard", 1)
+    ranks = math.prod(keys.values())
     logged = train(tmp_path / "run", ranks, runs, [str(EXAMPLES)], **keys)
     for name, steps in logged.items():
         for found, expected in zip(steps, alone, strict=True):

@@ -68,10 +68,12 @@ class ScaledGPT(nn.Module):
         mask = None
         if document_ids is not None:
             mask = (document_ids[:, None, :, None] == document_ids[:, None, None, :]).tril()  # [B, 1, T, T]
-        x = self.embed_tokens(tokens) + self.embed_positions(positions.expand_as(tokens))  # [B, T, D]
+        x = tokens  # in a pipeline: what the stage before it has returned
+        if self.embed_tokens is not None:
+            x = self.embed_tokens(tokens) + self.embed_positions(positions.expand_as(tokens))  # [B, T, D]
         for block in self.layers.values():
             x = block(x, mask)
-        return self.norm(x)  # the loss applies the head
+        return x if self.norm is None else self.norm(x)  # the loss applies the head
 
 
 def init_(name: str, tensor: Tensor, generator: torch.Generator, args: Args) -> None:

@@ -39,31 +39,35 @@ class Parallelism(Section):
     enable_async_tensor_parallel: bool = False
     """Overlap tensor-parallel communication with computation; only false so far."""
     pipeline_parallel_degree: Positive = 1
-    """Pipeline stages' ranks; only 1 so far."""
+    """Ranks that the layers are dealt out to, each with its stage or stages."""
     module_fqns_per_model_part: OptionalStringLists = None
-    """Modules of each pipeline stage; unset: split evenly."""
+    """Modules of each stage (`embed_tokens`, `layers.0`, ..., `norm`, `lm_head`, or TorchTitan's names);
+    unset: split evenly."""
     pipeline_parallel_first_stage_less_layers: Natural = 1
-    """Layers that the first stage has less, for the embedding's cost."""
+    """What the embedding counts, in layers, where they are split evenly."""
     pipeline_parallel_last_stage_less_layers: Natural = 1
-    """Layers that the last stage has less, for the head's cost."""
+    """What the head counts, in layers, where they are split evenly."""
     pipeline_parallel_layers_per_stage: Annotated[int | None, Range(low=1)] = None
-    """Layers of a stage; unset: as the schedule needs."""
+    """Layers of a stage, embedding and head counted, which gives the number of stages; unset: one stage a
+    rank, or two where the schedule needs several."""
     pipeline_parallel_schedule: str = "1F1B"
-    """Schedule of the pipeline."""
+    """GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble or DualPipeV."""
     pipeline_parallel_schedule_csv: OptionalText = None
-    """File with a schedule; unset or empty: none."""
+    """File with a schedule; only unset or empty so far."""
     pipeline_parallel_microbatch_size: Positive = 1
-    """Sequences in a micro-batch of the pipeline."""
+    """Sequences in a micro-batch of the pipeline; divides `training.local_batch_size`."""
     pipeline_parallel_expert_parallel_overlap: bool = True
-    """Overlap expert communication with another micro-batch."""
+    """Overlap expert communication with another micro-batch; no effect so far."""
     context_parallel_degree: Positive = 1
-    """Ways that the sequence is split for attention; only 1 so far."""
-    context_parallel_load_balancer: OptionalText = "headtail"
-    """How the sequence is dealt out, so that causal attention costs every rank the same."""
+    """Ways that the sequence is split between and inside the layers."""
+    context_parallel_method: Literal["all_gather", "all_to_all"] = "all_gather"
+    """Own key. How attention meets the whole sequence: each rank by its keys and values, or by some heads."""
+    context_parallel_load_balancer: Annotated[OptionalText, Choices(("headtail", "none"))] = "headtail"
+    """A rank's part: "headtail", a piece from each end, so that all have as much to do; "none": one piece."""
     context_parallel_rotate_method: Literal["allgather", "alltoall"] = "allgather"
-    """How keys and values move."""
+    """TorchTitan's key; `context_parallel_method` says how here."""
     expert_parallel_degree: Positive = 1
-    """Ranks of data_parallel_shard_degree x tensor_parallel_degree that the experts are spread over."""
+    """Ranks that experts are spread over, of the shard x context x tensor-parallel ones."""
     expert_tensor_parallel_degree: Positive = 1
     """With experts spread: 1, or tensor_parallel_degree to split each one as well."""
     expert_parallel_comm_backend: Literal["standard", "deepep"] = "standard"

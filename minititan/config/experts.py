@@ -16,11 +16,8 @@ def expert_faults(config: Config, args: Any, dp_shard: int) -> list[str]:
     `args` are the model's arguments, any of whose fields may be missing.
     """
     section, experts = config.parallelism, getattr(args, "num_experts", None)
-    ep, etp, tp = (
-        section.expert_parallel_degree,
-        section.expert_tensor_parallel_degree,
-        section.tensor_parallel_degree,
-    )
+    ep, etp = section.expert_parallel_degree, section.expert_tensor_parallel_degree
+    cp, tp = section.context_parallel_degree, section.tensor_parallel_degree
     faults = []
     if experts and tp > 1 and section.disable_sequence_parallel:
         rule = "a mixture of experts needs the sequence split under tensor parallelism"
@@ -33,12 +30,13 @@ def expert_faults(config: Config, args: Any, dp_shard: int) -> list[str]:
     if etp not in (1, tp):
         rule = f"must be 1 or tensor_parallel_degree ({tp})"
         return [*faults, config.fault(ETP, rule, "with 1, experts are spread over those ranks too")]
-    if dp_shard and dp_shard * tp % (ep * etp):
-        ranks = "data_parallel_shard_degree" + ("" if etp > 1 else " x tensor_parallel_degree")
-        allowed = _divisors(dp_shard * tp // etp, experts)
-        faults.append(config.fault(EP, f"must divide {ranks} ({dp_shard * tp // etp})", allowed))
+    ranks = dp_shard * cp * tp // etp
+    if ranks % ep:
+        names = ["data_parallel_shard_degree", *(["context_parallel_degree"] if cp > 1 else [])]
+        product = " x ".join([*names, *(["tensor_parallel_degree"] if etp == 1 else [])])
+        faults.append(config.fault(EP, f"must divide {product} ({ranks})", _divisors(ranks, experts)))
     elif experts % ep:
-        allowed = _divisors(dp_shard * tp // etp, experts) if dp_shard else ""
+        allowed = _divisors(ranks, experts) if ranks else ""
         faults.append(config.fault(EP, f"must divide num_experts ({experts})", allowed))
     return faults
 

@@ -15,6 +15,7 @@ import tomli
 from pydantic import ValidationError
 
 from minititan.config import command_line
+from minititan.config.contexts import context_notes
 from minititan.config.error import ConfigError, closest, fault_line, literal
 from minititan.config.fields import Section, alternatives, describe, sections
 from minititan.config.old_names import translate
@@ -54,7 +55,7 @@ def load(argv: Sequence[str], *, quiet: bool = False) -> Config:
     if faults:
         raise ConfigError(*faults)
     if not quiet and os.environ.get("RANK", "0") == "0":
-        for note in notes + schedule_notes(config):
+        for note in notes + schedule_notes(config) + context_notes(config):
             log.warning(note)
     return config
 

@@ -37,7 +37,7 @@ DROPPED = {
         bool, False, "compiled autograd is not there; leave it out"
     ),
     "parallelism.pipeline_parallel_split_points": Dropped(
-        tuple[str, ...], (), "pipeline parallelism is not there yet; leave it out"
+        tuple[str, ...], (), "use parallelism.module_fqns_per_model_part"
     ),
     "checkpoint.model_weights_only": Dropped(bool, False, "use checkpoint.last_save_model_only"),
     "fault_tolerance.sync_steps": Dropped(int, None, ""),

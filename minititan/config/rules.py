@@ -13,6 +13,7 @@ from typing import NamedTuple
 from minititan.config.error import closest, literal
 from minititan.config.fields import INT64_MAX, Choices, Mark, Section, marks
 from minititan.config.schema import Config, all_keys
+from minititan.config.stages import pipeline_faults
 
 
 class Feature(NamedTuple):
@@ -130,8 +131,12 @@ REFUSALS = (
     _not_yet("optimizer.early_step_in_backward", "the optimizer step inside the backward pass", False),
     _not_yet("training.gc_debug", "debugging of the garbage collector", False),
     _not_yet("parallelism.enable_async_tensor_parallel", "asynchronous tensor parallelism", False),
-    _not_yet("parallelism.pipeline_parallel_degree", "pipeline parallelism", 1),
-    _not_yet("parallelism.context_parallel_degree", "context parallelism", 1),
+    _not_yet(
+        "parallelism.pipeline_parallel_schedule_csv",
+        "a schedule from a file",
+        None,
+        lambda c: c.parallelism.pipeline_parallel_degree > 1,
+    ),
     _not_yet(
         "parallelism.expert_parallel_comm_backend",
         "DeepEP",
@@ -260,6 +265,7 @@ def relation_faults(config: Config) -> list[str]:
         rule = rule if dtype == "float32" else f'must be unset with training.dtype = "{dtype}"'
         faults.append(config.fault("optimizer.state_dtype", rule))
     faults += _hugging_face_faults(config)
+    faults += pipeline_faults(config)
     total_steps = config.lr_scheduler.total_steps
     if total_steps is not None and total_steps < config.training.steps:
         rule = f"must be at least training.steps ({config.training.steps})"

@@ -6,9 +6,11 @@ All faults are reported at once, before any process group exists. Nothing here t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from minititan.config.batches import BatchSizes
+from minititan.config.contexts import heads_faults, length_faults
 from minititan.config.error import ConfigError
 from minititan.config.experts import expert_faults
 from minititan.config.rules import key_faults, relation_faults
@@ -29,8 +31,10 @@ class Layout:
     tp: int
     batch_sizes: BatchSizes
     micro_batch_size: int
-    ep: int = 1  # ways that experts are spread over ranks of dp_shard x tp
+    ep: int = 1  # ways that experts are spread over ranks of dp_shard x cp x tp
     etp: int = 1  # with ep above 1: ways that an expert is split
+    cp: int = 1  # ways that a sequence is split
+    pp: int = 1  # groups of layers
 
     @property
     def dp(self) -> int:
@@ -54,7 +58,8 @@ def validate(
         raise ConfigError(*key_level)
     faults = relation_faults(config)
     faults += _tensor_parallel_faults(config, args, tensor_parallel_plan)
-    faults += _length_faults(config, args)
+    faults += heads_faults(config, args)
+    faults += length_faults(config, args)
     faults += _vocabulary_faults(config, args, vocab_size)
     dp_shard, degree_faults = _shard_degree(config, args, world_size)
     faults += degree_faults
@@ -78,6 +83,8 @@ def validate(
         micro_batch_size=training.local_batch_size,
         ep=ep,
         etp=config.parallelism.expert_tensor_parallel_degree if ep > 1 else 1,
+        cp=config.parallelism.context_parallel_degree,
+        pp=config.parallelism.pipeline_parallel_degree,
     )
 
 
@@ -111,26 +118,40 @@ def _listed(numbers: list[int]) -> str:
 
 def _shard_degree(config: Config, args: Any, world_size: int) -> tuple[int, list[str]]:
     """The sharding degree, 0 where the degrees do not multiply to the number of processes, and the faults."""
-    replicate = config.parallelism.data_parallel_replicate_degree
-    shard = config.parallelism.data_parallel_shard_degree
-    tp = config.parallelism.tensor_parallel_degree
-    left = world_size // (replicate * tp)
-    if left * replicate * tp == world_size:
+    section = config.parallelism
+    replicate, shard = section.data_parallel_replicate_degree, section.data_parallel_shard_degree
+    tp = section.tensor_parallel_degree
+    others = {
+        "tensor_parallel_degree": tp,
+        "context_parallel_degree": section.context_parallel_degree,
+        "pipeline_parallel_degree": section.pipeline_parallel_degree,
+    }
+    inner = prod(others.values())
+    times_others = " times ".join(f"{k} ({d})" for k, d in others.items() if d > 1 or k.startswith("t"))
+    left = world_size // (replicate * inner)
+    if left * replicate * inner == world_size:
         if shard in (-1, left):
             return left, []
         rule = (
-            f"times data_parallel_replicate_degree ({replicate}) times tensor_parallel_degree ({tp}) is "
-            f"{replicate * shard * tp} and must be the world size ({world_size})"
+            f"times data_parallel_replicate_degree ({replicate}) times {times_others} is "
+            f"{replicate * shard * inner} and must be the world size ({world_size})"
         )
         return 0, [config.fault(SHARD, rule, f"allowed: {left}, or -1")]
-    if world_size % tp == 0:
-        rule = f"times tensor_parallel_degree ({tp}) must divide the world size ({world_size})"
-        return 0, [config.fault(REPLICATE, rule, _listed(divisors(world_size // tp)))]
+    if world_size % inner == 0:
+        rule = f"times {times_others} must divide the world size ({world_size})"
+        return 0, [config.fault(REPLICATE, rule, _listed(divisors(world_size // inner)))]
     faults = []
     if world_size % replicate:
         rule = f"must divide the world size ({world_size})"
         faults.append(config.fault(REPLICATE, rule, _listed(divisors(world_size))))
         replicate = 1
+    if inner > tp:
+        key = "parallelism." + next(k for k, d in others.items() if d > 1)
+        rest = " times ".join(f"{k} ({d})" for k, d in others.items() if d > 1 and not key.endswith(k))
+        rule = " times ".join(
+            ["", *([rest] if rest else []), f"data_parallel_replicate_degree ({replicate})"]
+        )
+        return 0, [*faults, config.fault(key, f"{rule.strip()} must divide the world size ({world_size})")]
     times = f"times data_parallel_replicate_degree ({replicate}) must divide"
     rule = f"{times} the world size ({world_size})"
     return 0, [*faults, config.fault(TP, rule, _listed(_allowed_tp(args, world_size // replicate)))]
@@ -150,27 +171,6 @@ def _tensor_parallel_faults(config: Config, args: Any, has_plan: bool) -> list[s
         faults.append(
             config.fault("parallelism.disable_embedding_parallel", rule, "use false, or untie them")
         )
-    return faults
-
-
-def _length_faults(config: Config, args: Any) -> list[str]:
-    """Faults of `seq_len` in training and, where it is on, in validation."""
-    tp = config.parallelism.tensor_parallel_degree
-    split = tp > 1 and not config.parallelism.disable_sequence_parallel
-    longest = getattr(args, "max_position_embeddings", None)
-    faults = []
-    for key in ("training.seq_len", *(("validation.seq_len",) if config.validation.enable else ())):
-        seq_len = config.value(key)
-        if split and seq_len % tp:
-            near = [length for length in (seq_len // tp * tp, (seq_len // tp + 1) * tp) if length]
-            rule = f"must be a multiple of tensor_parallel_degree ({tp}) for sequence parallelism"
-            way_out = f"nearest: {' or '.join(map(str, near))}"
-            if not getattr(args, "num_experts", None):  # which need the sequence split
-                way_out += "; or set parallelism.disable_sequence_parallel"
-            faults.append(config.fault(key, rule, way_out))
-        if longest and seq_len > longest:
-            rule = f"must be at most the model's max_position_embeddings ({longest})"
-            faults.append(config.fault(key, rule, "lower it, or raise model.args.max_position_embeddings"))
     return faults
 
 

@@ -55,6 +55,7 @@ class Attention(nn.Module):
         normed = norm_eps is not None
         self.q_norm = nn.RMSNorm(head_dim, eps=norm_eps) if normed else nn.Identity()
         self.k_norm = nn.RMSNorm(head_dim, eps=norm_eps) if normed else nn.Identity()
+        self.attend = attend  # context parallelism puts one in its place that meets other ranks' tokens
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask, cache: KeyValueCache | None = None
@@ -65,7 +66,7 @@ class Attention(nn.Module):
         v = self.heads(self.v_proj(x))  # [B, K, T, C]
         if cache is not None:
             k, v = cache.extend(k, v)
-        out = attend(q, k, v, mask, sinks=self.sinks)
+        out = self.attend(q, k, v, mask, sinks=self.sinks)
         return self.o_proj(out.transpose(1, 2).flatten(2))  # [B, H, T, C] -> [B, T, H*C] -> [B, T, D]
 
     def heads(self, x: Tensor) -> Tensor:

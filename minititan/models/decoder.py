@@ -53,6 +53,7 @@ class Decoder(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
         self.args = args
         self.routing = RoutingRecord()
+        self.causal_mask = causal_mask  # context parallelism puts one in its place of a rank's own tokens
 
     def forward(
         self,
@@ -79,7 +80,7 @@ class Decoder(nn.Module):
         masks: dict[int | None, Mask] = {}
         for window in set(windows.values()):
             if caches is None:
-                mask = causal_mask(length, window, document_ids, args.channels, x.dtype, device)
+                mask = self.causal_mask(length, window, document_ids, args.channels, x.dtype, device)
             else:
                 mask = cached_mask(length, length + next(iter(caches.values())).length, window, device)
             masks[window] = mask

@@ -55,6 +55,7 @@ class LatentAttention(nn.Module):
         self.kv_b_proj = nn.Linear(kv_rank, heads * (plain_dim + value_dim), bias=False)
         self.o_proj = nn.Linear(heads * value_dim, width, bias=bias)
         self.compresses_queries = q_rank is not None
+        self.attend = attend  # context parallelism puts one in its place that meets other ranks' tokens
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask, cache: KeyValueCache | None = None
@@ -74,7 +75,7 @@ class LatentAttention(nn.Module):
         kv = self.heads(self.kv_b_proj(latent.squeeze(1)), self.plain_dim + self.value_dim)
         k_plain, v = kv.split((self.plain_dim, self.value_dim), dim=-1)  # [B, H, keys, ...]
         k = torch.cat((k_plain, turned.expand(-1, kv.shape[1], -1, -1)), dim=-1)  # [B, H, keys, C]
-        out = attend(q, k, v, mask, self.scale)
+        out = self.attend(q, k, v, mask, self.scale)
         return self.o_proj(out.transpose(1, 2).flatten(2))  # [B, H, T, V] -> [B, T, H*V] -> [B, T, D]
 
     def queries(self, x: Tensor) -> Tensor:

@@ -24,36 +24,51 @@ def causal_mask(
     head_dim: int,
     dtype: torch.dtype,
     device: torch.device,
+    places: Tensor | None = None,
 ) -> Mask:
     """Return the mask of `length` tokens for heads of `dtype`.
 
     A token sees itself and those before it, `window` in all, inside its run of equal `document_ids` [B, T].
+    `places`: of the queries, where they are some of the tokens only.
     """
-    if document_ids is None and (window is None or window >= length):
+    by_blocks = device.type == "cuda" and head_dim >= SMALLEST_HEAD and dtype != torch.float64
+    is_plain = document_ids is None and (window is None or window >= length)
+    if is_plain and (places is None or not by_blocks):
         return None
-    if device.type == "cuda" and head_dim >= SMALLEST_HEAD and dtype != torch.float64:
-        return block_mask(length, window, document_ids, device)
-    return _boolean(length, length, _rule(window, document_ids), document_ids, device)
+    if by_blocks:
+        return block_mask(length, window, document_ids, device, places)
+    places = torch.arange(length, device=device) if places is None else places
+    return _boolean(places, length, window, document_ids)
 
 
 def cached_mask(length: int, keys: int, window: int | None, device: torch.device) -> Mask:
     """Return the mask of the last `length` of `keys` tokens, whose keys and values are in a cache."""
     if length == keys and (window is None or window >= keys):
         return None
-    return _boolean(length, keys, _rule(window, None), None, device)
+    return _boolean(torch.arange(keys - length, keys, device=device), keys, window, None)
 
 
-def block_mask(length: int, window: int | None, document_ids: Tensor | None, device: torch.device) -> Any:
+def block_mask(
+    length: int,
+    window: int | None,
+    document_ids: Tensor | None,
+    device: torch.device,
+    places: Tensor | None = None,
+) -> Any:
     """Return the mask of `causal_mask` as FlexAttention takes it."""
     batch = None if document_ids is None else len(document_ids)
-    rule = _rule(window, document_ids)
-    return _flex_attention()[1](rule, batch, None, length, length, device=device)
+    queries = length if places is None else len(places)
+    rule = _rule(window, document_ids, places)
+    return _flex_attention()[1](rule, batch, None, queries, length, device=device)
 
 
-def _rule(window: int | None, document_ids: Tensor | None) -> Callable[..., Tensor]:
+def _rule(
+    window: int | None, document_ids: Tensor | None, places: Tensor | None = None
+) -> Callable[..., Tensor]:
     """Return what says, of indices that broadcast, whether a query sees a key."""
 
     def allowed(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        query = query if places is None else places[query]
         seen = query >= key
         if window is not None:
             seen = seen & (query - key < window)
@@ -64,13 +79,12 @@ def _rule(window: int | None, document_ids: Tensor | None) -> Callable[..., Tens
     return allowed
 
 
-def _boolean(
-    length: int, keys: int, rule: Callable[..., Tensor], document_ids: Tensor | None, device: torch.device
-) -> Tensor:
+def _boolean(places: Tensor, keys: int, window: int | None, document_ids: Tensor | None) -> Tensor:
     batch = 1 if document_ids is None else len(document_ids)
-    row = torch.arange(batch, device=device)[:, None, None, None]
-    key = torch.arange(keys, device=device)
-    return rule(row, row, key[keys - length :, None], key).expand(batch, 1, length, keys)
+    row = torch.arange(batch, device=places.device)[:, None, None, None]
+    key = torch.arange(keys, device=places.device)
+    seen = _rule(window, document_ids)(row, row, places[:, None], key)
+    return seen.expand(batch, 1, len(places), keys)
 
 
 def attend(
@@ -78,8 +92,8 @@ def attend(
 ) -> Tensor:
     """Return attention [B, H, T, V] of queries [B, H, T, C] to keys [B, K, keys, C] and values [..., V].
 
-    `scale` is on the scores (default 1/sqrt(C)). `sinks` [H] are scores that take their part of the softmax
-    and have no value (arXiv:2309.17453).
+    Without a mask the queries are the last of the keys. `scale` is on the scores (default 1/sqrt(C)). `sinks`
+    [H] are scores that take their part of the softmax and have no value (arXiv:2309.17453).
     """
     if scale is None:
         scale = 1 / math.sqrt(q.shape[-1])
@@ -93,6 +107,9 @@ def attend(
         # The kernels that never have all scores take one width for all, on a GPU a multiple of 8.
         widest = -(-max(q.shape[-1], v.shape[-1]) // 8) * 8
         q, k, v = (F.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
+    queries, keys = q.shape[-2], k.shape[-2]
+    if mask is None and queries < keys:
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
     )
@@ -111,7 +128,7 @@ def _with_sinks(
     k = torch.cat((first, F.pad(k, (0, 1))), dim=-2)  # [B, K, keys+1, C+1]
     v = F.pad(v, (0, 0, 1, 0))  # [B, K, keys+1, V]
     if mask is None:
-        return F.pad(q, (0, 0, 1, 0)), k, v, None  # causal: the one more query ahead is of no use
+        return F.pad(q, (0, 0, 1, 0)), k, v, None  # as many queries more as keys; the new one is of no use
     return q, k, v, F.pad(mask, (1, 0), value=True)
 
 

@@ -306,7 +306,8 @@ class _WithLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, weight: float | Tensor) -> Tensor:
         ctx.weight, ctx.loss = weight, (loss.dtype, loss.device)
-        return x.view_as(x)
+        # Not a view to autograd: FSDP warns where a stage's output is one.
+        return torch.ops.aten._unsafe_view.default(x, x.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -8,6 +8,7 @@ import torch
 from minititan.config import Config
 from minititan.parallelisms.activation_checkpoint import apply_activation_checkpoint, set_memory_budget
 from minititan.parallelisms.compile import apply_compile
+from minititan.parallelisms.context_parallel import apply_context_parallel, build_split
 from minititan.parallelisms.expert_parallel import apply_expert_parallel, connect_routers
 from minititan.parallelisms.fsdp import apply_fsdp
 from minititan.parallelisms.mesh import Meshes, build_meshes
@@ -41,7 +42,10 @@ def parallelize(
         )
     if meshes.experts is not None:
         unwraps |= apply_expert_parallel(model, meshes.experts)
-    connect_routers(model, None if meshes.tp is None else meshes.tp.get_group(), meshes.token_groups)
+    if meshes.cp is not None:
+        split = build_split(meshes.cp, parallelism.context_parallel_load_balancer)
+        apply_context_parallel(model, split, parallelism.context_parallel_method)
+    connect_routers(model, meshes.sequence_groups, meshes.token_groups)
     for unit in units:
         unit.localize(unwraps)
 
@@ -65,7 +69,12 @@ def parallelize(
     dtype = next(model.parameters()).dtype
     # FSDP adds up in float32, over micro-batches as well, what is computed in less.
     mixed = compute_dtype != dtype or dtype == torch.bfloat16
-    if meshes.dp.size() > 1 or meshes.experts_fsdp.size() > 1 or mixed or config.training.enable_cpu_offload:
+    if (
+        meshes.tokens.size() > 1
+        or meshes.experts_fsdp.size() > 1
+        or mixed
+        or config.training.enable_cpu_offload
+    ):
         apply_fsdp(
             model,
             [block.module for block in blocks],
@@ -73,6 +82,17 @@ def parallelize(
             meshes.experts_fsdp,
             param_dtype=None if compute_dtype == dtype else compute_dtype,
             reduce_dtype=torch.float32 if mixed else None,
-            reshard_after_forward=parallelism.fsdp_reshard_after_forward,
+            reshard_after_forward=_reshard_after_forward(config),
             cpu_offload=config.training.enable_cpu_offload,
         )
+
+
+def _reshard_after_forward(config: Config) -> str:
+    """Return when gathered parameters are freed: by default not between the micro-batches of a pipeline,
+    each of which would gather them again.
+    """
+    asked, stages = (
+        config.parallelism.fsdp_reshard_after_forward,
+        config.parallelism.pipeline_parallel_degree,
+    )
+    return "never" if asked == "default" and stages > 1 else asked

@@ -46,14 +46,16 @@ def apply_expert_parallel(
     return unwraps
 
 
-def connect_routers(model: nn.Module, sequence: ProcessGroup | None, tokens: Sequence[ProcessGroup]) -> None:
+def connect_routers(
+    model: nn.Module, sequence: Sequence[ProcessGroup], tokens: Sequence[ProcessGroup]
+) -> None:
     """Give routers their sums over the ranks that share a sequence, and over all that have tokens: those of
-    the groups of `tokens`, one after another.
+    the groups of `sequence` and of `tokens`, one after another.
     """
     for router in model.modules():
         if isinstance(router, Router):
-            if sequence is not None:
-                router.sum_over_sequence = partial(_sum, groups=[sequence.group_name])
+            if sequence:
+                router.sum_over_sequence = partial(_sum, groups=[group.group_name for group in sequence])
             router.sum_over_batch = partial(_sum, groups=[group.group_name for group in tokens])
 
 

@@ -67,6 +67,8 @@ class Degrees:
     tp: int = 1
     ep: int = 1
     etp: int = 1
+    cp: int = 1
+    pp: int = 1
 
     @property
     def dp(self) -> int:
@@ -74,13 +76,15 @@ class Degrees:
 
     @property
     def ranks(self) -> int:
-        return self.dp * self.tp
+        return self.dp * self.tp * self.cp * self.pp
 
     def overrides(self, accumulation: int = 1) -> Overrides:
         return {
             "parallelism.data_parallel_replicate_degree": str(self.replicate),
             "parallelism.data_parallel_shard_degree": str(self.shard),
             "parallelism.tensor_parallel_degree": str(self.tp),
+            "parallelism.context_parallel_degree": str(self.cp),
+            "parallelism.pipeline_parallel_degree": str(self.pp),
             "parallelism.expert_parallel_degree": str(self.ep),
             "parallelism.expert_tensor_parallel_degree": str(self.etp),
             "training.local_batch_size": str(GLOBAL_BATCH // self.dp // accumulation),

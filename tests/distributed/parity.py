@@ -11,8 +11,10 @@ from pathlib import Path
 
 import torch
 
+from tests.distributed.context_layouts import CONTEXT
 from tests.distributed.expert_layouts import EXPERTS
 from tests.distributed.layouts import Row, every_row
+from tests.distributed.pipeline_layouts import PIPELINES
 from tests.distributed.runs import BOUNDS, TENSORS, Numbers, differences, record, too_large
 
 QUANTITIES = ("loss", "grad_norm", *TENSORS)
@@ -33,7 +35,9 @@ Bounds in float64: {float64}. In float32 (rows that say so): {float32}; there th
 added moves them.
 
 What a row's words mean: dpN: FSDP over N ranks; ddpN: N replicas; hsdpRxS: R replicas of S shards; tpN:
-tensor parallelism; ac-full, ac-op, ac-2: activation checkpointing full, selective by operation, every
+tensor parallelism; cpN: context parallelism, by all_gather and balanced by head and tail, or by a2a
+(all_to_all), unbalanced; ppN: a pipeline over N ranks, by the schedule named (else 1F1B), by-name: its
+stages listed; ac-full, ac-op, ac-2: activation checkpointing full, selective by operation, every
 second layer; moe: a mixture of experts, as Qwen3's, or as that of deepseek or gpt-oss; epN: experts spread
 over N ranks; etpN: each split over N as well; by-batch: the balancing loss over the whole micro-batch;
 budget-x: by memory budget; aot-eager, inductor: compiled by that backend; no-sp, no-ep,
@@ -81,7 +85,8 @@ def bounds(dtype: str) -> str:
 
 def main(words: list[str]) -> int:
     """Run every row, or those whose name has one of `words` (then no page is written)."""
-    rows = [row for row in (*every_row(), *EXPERTS) if not words or any(word in str(row) for word in words)]
+    rows = (*every_row(), *EXPERTS, *CONTEXT, *PIPELINES)
+    rows = [row for row in rows if not words or any(word in str(row) for word in words)]
     begin, table, failed = time.perf_counter(), [], 0
     for number, (row, found, seconds) in enumerate(compare(rows), start=1):
         text, good = line(number, row, found)

@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from tests.distributed.context_layouts import context_row
 from tests.distributed.expert_layouts import DEEPSEEK, experts_row
 from tests.distributed.harness import run_ranks
 from tests.distributed.layouts import BASE, FLOAT32, VOCABULARY_265, WIDTH_91, Row, row_of
+from tests.distributed.pipeline_layouts import pipeline_row
 from tests.distributed.runs import Pieces, arguments, assembled, piece
 
 # Sizes that no layout divides evenly.
@@ -24,6 +26,16 @@ SIX = tuple(
 EXPERTS = tuple(
     experts_row(name, same=DEEPSEEK | FLOAT32 | VOCABULARY_265)
     for name in ("one", "dp4-ep2", "dp2-tp2-ep4", "dp2-tp2-ep2-etp2", "hsdp2x2-ep2", "tp2")
+)
+CONTEXT = (
+    context_row("cp2-tp2", same=UNEVEN),
+    *(row_of({"layout": name}).with_("", same=UNEVEN) for name in ("one", "dp4", "dp2-tp2")),
+)
+DEEP = UNEVEN | {"model.args.num_hidden_layers": "5", "model.args.tie_word_embeddings": "true"}
+PIPELINE = (
+    pipeline_row("pp2-dp2", "Interleaved1F1B", same=DEEP),
+    pipeline_row("pp2-tp2", "ZBVZeroBubble", same=DEEP),
+    *(row_of({"layout": name}).with_("", same=DEEP) for name in ("one", "dp4", "dp2-tp2")),
 )
 RUN = BASE | {"training.steps": "3", "checkpoint.enable": "true"}
 STEPS_BEFORE, SAMPLES_BEFORE = 3, 3 * 32

@@ -25,7 +25,7 @@ def train_with_plan(rank: int, world: int, folder: Path, cache: Path, keys: Over
 
     with contextlib.redirect_stdout(io.StringIO()) as said:
         trainer = build(rank, world, folder, cache, EVERY_STEP | keys)
-        head, update = trainer.model.lm_head.forward, trainer.optimizer.step
+        head, update = trainer.parts[-1].lm_head.forward, trainer.optimizer.step
 
         def broken_head(hidden: torch.Tensor, *labels: torch.Tensor) -> torch.Tensor:
             kind = plan.get(trainer.steps_done + 1) if rank == world - 1 else None
@@ -39,7 +39,7 @@ def train_with_plan(rank: int, world: int, folder: Path, cache: Path, keys: Over
             if plan.get(trainer.steps_done + 1) != "no update":
                 update()
 
-        trainer.model.lm_head.forward, trainer.optimizer.step = broken_head, planned_update
+        trainer.parts[-1].lm_head.forward, trainer.optimizer.step = broken_head, planned_update
         error = ""
         try:
             trainer.run()

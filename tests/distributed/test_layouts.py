@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.context_layouts import CONTEXT, QUICK_CONTEXT
 from tests.distributed.expert_layouts import EXPERTS, QUICK_EXPERTS
 from tests.distributed.layouts import (
     DOCUMENTS,
@@ -18,6 +19,7 @@ from tests.distributed.layouts import (
     quick_rows,
     row_of,
 )
+from tests.distributed.pipeline_layouts import PIPELINES, QUICK_PIPELINES
 from tests.distributed.runs import Numbers, differences, record, too_large
 
 
@@ -34,7 +36,7 @@ def reference(tmp_path_factory, token_cache):
     return lambda row: numbers(tuple(sorted(row.same.items())))
 
 
-@pytest.mark.parametrize("row", [*quick_rows(), *QUICK_EXPERTS], ids=str)
+@pytest.mark.parametrize("row", [*quick_rows(), *QUICK_EXPERTS, *QUICK_CONTEXT, *QUICK_PIPELINES], ids=str)
 def test_a_row_of_the_matrix(row: Row, reference, tmp_path: Path, token_cache: Path) -> None:
     found = differences(record(row, tmp_path, token_cache), reference(row))
     assert not too_large(row, found), found
@@ -47,7 +49,7 @@ def test_every_two_values_that_go_together_meet_in_a_row() -> None:
 
 
 def test_rows_have_names_of_their_own() -> None:
-    rows = (*every_row(), *EXPERTS)
+    rows = (*every_row(), *EXPERTS, *CONTEXT, *PIPELINES)
     assert len({row.name for row in rows}) == len(rows) >= 60
     assert {row.ranks for row in rows} == {1, 2, 3, 4, 5, 6, 7, 8}
 

@@ -21,6 +21,7 @@ from minititan.config import load
 from minititan.init import init_parameters
 from minititan.optimizer import lr_at
 from minititan.run import check
+from tests.distributed.context_layouts import context_row
 from tests.distributed.harness import run_ranks
 from tests.distributed.layouts import BASE, Overrides, Row, row_of
 from tests.distributed.runs import arguments, lines, train_in_rank
@@ -50,6 +51,7 @@ def steps_of(records: list[dict[str, Any]], key: str = "loss") -> dict[int, dict
         row_of({"layout": "dp2", "reshard": "never", "tied": "tied", "accumulation": "acc2"}),
         row_of({"layout": "hsdp2x2", "checkpointing": "ac-op"}),
         row_of({"layout": "dp2-tp2", "reshard": "always"}),
+        context_row("cp2-tp2", "a2a"),
     ],
     ids=str,
 )
@@ -79,19 +81,21 @@ def mean_loss_of_the_text(folder: Path) -> tuple[float, int]:
 
 
 @pytest.mark.parametrize(
-    "choice",
+    "row",
     [
-        {"layout": "one"},
-        {"layout": "dp2", "accumulation": "acc4"},
-        {"layout": "tp2"},
-        {"layout": "hsdp2x2", "accumulation": "acc2"},
+        row_of({"layout": "one"}),
+        row_of({"layout": "dp2", "accumulation": "acc4"}),
+        row_of({"layout": "tp2"}),
+        row_of({"layout": "hsdp2x2", "accumulation": "acc2"}),
+        context_row("dp2-cp2"),
+        context_row("cp2-tp2", "a2a"),
     ],
     ids=str,
 )
-def test_validation_is_one_mean_over_all_labels(choice, tmp_path: Path, token_cache: Path) -> None:
+def test_validation_is_one_mean_over_all_labels(row: Row, tmp_path: Path, token_cache: Path) -> None:
     """Not of batch means, nor divided by the accumulation: a partial last batch, ranks without a sample."""
     keys = {"training.steps": "1", "optimizer.lr": "1e-30", "validation.steps": "-1"}
-    record = train(row_of(choice).with_("", VALIDATION | keys), tmp_path / "run", token_cache)[-1]
+    record = train(row.with_("", VALIDATION | keys), tmp_path / "run", token_cache)[-1]
     loss, labels = mean_loss_of_the_text(tmp_path / "plain")
     assert record["validation_tokens"] == labels
     assert record["validation_loss"] == pytest.approx(loss, rel=1e-9)

@@ -1,7 +1,8 @@
 """A run that is stopped and goes on with other ranks and another layout, against one that is not.
 
-60 steps on one process; 20 on dp 2 x tp 2, then 20 on dp 2, then 20 on one process, through checkpoints. The
-same tokens at every step, to the bit, and the same losses.
+60 steps on one process; 20 on dp 2 x tp 2, then 20 on dp 2, then 20 on one process, through checkpoints; or
+the first 20 on an interleaved pp 2 x dp 2, the second on cp 2 x tp 2. The same tokens at every step, to the
+bit, and the same losses.
 """
 
 import json
@@ -10,10 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.harness import run_ranks
-from tests.distributed.layouts import FLOAT32, Overrides, Row, row_of
+from tests.distributed.layouts import FLOAT32, Degrees, Overrides, Row, row_of
 from tests.distributed.runs import train_in_rank
 
 ONE, DP2, DP2_TP2 = (row_of({"layout": name}) for name in ("one", "dp2", "dp2-tp2"))
+INTERLEAVED: Overrides = {"parallelism.pipeline_parallel_schedule": "Interleaved1F1B"}
+PP2_DP2 = Row("pp2-dp2", 4, Degrees(pp=2, shard=2).overrides() | INTERLEAVED, ONE.same)
+CP2_TP2 = Row("cp2-tp2", 4, Degrees(cp=2, tp=2).overrides(), ONE.same)
 LEGS: Overrides = {
     **FLOAT32,
     "training.local_batch_size": "2",
@@ -68,8 +72,9 @@ def assert_same_run(folder: Path, straight: Path) -> None:
         assert found[step]["validation_tokens"] == record["validation_tokens"] == 5 * 3 * 32
 
 
-def test_three_legs(straight, tmp_path, token_cache):
-    for layout, steps in ((DP2_TP2, 20), (DP2, 40), (ONE, 60)):
+@pytest.mark.parametrize("layouts", [(DP2_TP2, DP2, ONE), (PP2_DP2, CP2_TP2, ONE)], ids=["dp-tp", "pp-cp"])
+def test_three_legs(layouts, straight, tmp_path, token_cache):
+    for layout, steps in zip(layouts, (20, 40, 60), strict=True):
         leg(layout, steps, tmp_path, token_cache)
     assert_same_run(tmp_path, straight)
     assert sorted(path.name for path in (tmp_path / "out" / "checkpoint").glob("step-*")) == [

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from minititan.config import ConfigError, load
 from minititan.init import init_parameters
 from minititan.run import check
+from tests.distributed.context_layouts import context_row
 from tests.distributed.harness import run_ranks
 from tests.distributed.layouts import BASE, GLOBAL_BATCH, Overrides, Row, row_of
 from tests.distributed.runs import Part, arguments, assembled, lines, piece, recorded
@@ -124,6 +125,8 @@ ROWS = (
     row("one", "frozen"),
     row("ddp2", "frozen", accumulation="acc2"),
     row("dp2-tp2", "frozen"),
+    context_row("cp4", "acc2", same={"optimizer.weight_decay": "0.1"}, accumulation=2),
+    context_row("cp2-tp2", "a2a", same={"optimizer.weight_decay": "0.1"}),
 )
 
 
