@@ -190,7 +190,7 @@ def split_rules(model: Any, source: Source, ranks: int) -> list[str]:
 
 def split(model: Any, plan: Mapping[str, str], place: Distributed) -> None:
     """Make a model on the meta device tensor-parallel over all ranks, for sequences of any length."""
-    mesh = build_meshes(place.device.type, 1, 1, place.world_size).tp
+    mesh = build_meshes(place.device.type, tp=place.world_size).tp
     assert mesh is not None
     install_loss(model.lm_head, vocabulary_shard(model, mesh, parallel=True), None)
     units = [Unit(f"layers.{name}", block) for name, block in model.layers.named_children()]

@@ -26,8 +26,8 @@ def opening_lines(run: Run, device: torch.device, parameters: int, steps_done: i
             f"{config.job.description}: {config.model.name} {config.model.flavor}",
             f"  {parameters:,} parameters in {training.dtype}, computed in {dtype}",
             f"  {layout.world_size} processes on {device.type}{threads}: {stages}"
-            f"{layout.dp_replicate} replicas x {layout.dp_shard} shards{context} x {layout.tp} tensor-parallel"
-            f"{experts}",
+            f"{layout.dp_replicate} replicas x {layout.dp_shard} shards{context} x "
+            f"{layout.tp} tensor-parallel{experts}",
             f"  {sizes} sequences of {training.seq_len} tokens a step: micro-batches of {micro}, "
             f"{counts} of them on each of {layout.dp} data-parallel ranks",
             f"  {span}, everything into {run.folder}",

@@ -39,7 +39,7 @@ def model() -> Any:
 
 
 def test_loads_by_hand():
-    routers = StepRouters(made := model(), [])
+    routers = StepRouters([made := model()], [])
     routers.begin(0.5)
     assert made.routing.loss_weight == 0.5
     for counts in ((5, 1, 0, 2), (4, 2, 0, 2)):  # two micro-batches of four tokens
@@ -57,7 +57,7 @@ def test_loads_by_hand():
 
 
 def test_biases_move_towards_even_loads_in_place():
-    routers = StepRouters(made := model(), [])
+    routers = StepRouters([made := model()], [])
     biases = [made.layers[name].mlp.gate.e_score_correction_bias for name in "12"]
     before = [bias.data_ptr() for bias in biases]
     for counts in ((5, 1, 3, 3), (3, 3, 3, 3)):
@@ -75,7 +75,7 @@ def test_a_range_of_layers_without_experts(layers):
     made = model()
     for name in set(made.layers) - set(layers):
         del made.layers[name]
-    routers = StepRouters(made, [])
+    routers = StepRouters([made], [])
     routers.begin(1.0)
     made(torch.zeros(1, 4, dtype=torch.int64))
     routers.correct()
@@ -85,7 +85,7 @@ def test_a_range_of_layers_without_experts(layers):
 def test_models_of_users_need_no_record():
     made = model()
     del made.routing
-    routers = StepRouters(made, [])
+    routers = StepRouters([made], [])
     routers.begin(1.0)
     routers.correct()
     assert routers.result(1, 4) is None

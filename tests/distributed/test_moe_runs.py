@@ -173,7 +173,7 @@ def weights_of_losses(rank: int, world: int, folder: Path, cache: Path) -> list[
         batches = iter(trainer.loader)
         for _ in range(3):
             trainer.step(batches)
-            found.append(trainer.model.routing.loss_weight)
+            found.append(trainer.parts[0].routing.loss_weight)
     return found
 
 
