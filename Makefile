@@ -8,7 +8,7 @@ NPROC ?=
 # Arguments for pytest: make test TESTS="tests/test_metrics.py -x"
 TESTS ?=
 
-# Words of rows for `make parity`: only the rows that have one in their name, and no page is written.
+# Words of rows for `make parity`: only the rows that have one in their name; the page keeps the others.
 ROWS ?=
 
 VENV := .venv
@@ -22,7 +22,7 @@ help:
 	@echo "make train   set up $(VENV), then train $(CONFIG) (ARGS=\"--training.steps 4\", NPROC=4, CONFIG=x.toml)"
 	@echo "make test    set up $(VENV), then run the tests (TESTS=\"tests/test_metrics.py -x\")"
 	@echo "make test-all  the same, with those that take minutes"
-	@echo "make parity  run the whole layout matrix against one process, write docs/parity.md (ROWS=\"tp4 offload\")"
+	@echo "make parity  run the layout matrix against one process, write docs/parity.md (ROWS=\"tp4 offload\")"
 	@echo "make families  compare every model family with transformers, write the table of docs/models.md"
 	@echo "make faults  make every fault of a checkpoint happen, write the tables of docs/checkpoints.md"
 	@echo "make check   formatting, lint and types"

@@ -1,4 +1,4 @@
-"""Runs the whole layout matrix, prints its table and writes docs/parity.md: `make parity`."""
+"""Runs the layout matrix, prints its table and puts it into docs/parity.md: `make parity`."""
 
 import datetime
 import os
@@ -21,8 +21,8 @@ QUANTITIES = ("loss", "grad_norm", *TENSORS)
 PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
 HEAD = """# One run, any layout: the measured differences
 
-Made by `make parity`; do not edit. {date}, torch {torch}, Python {python}, {machine}, {cores} cores; {rows}
-rows in {minutes:.0f} minutes, {failed} above its bounds.
+Made by `make parity`; do not edit. The last run: {date}, torch {torch}, Python {python}, {machine}, {cores}
+cores; {rows} rows in {minutes:.0f} minutes, {failed} above its bounds. Beside each row is the day of its run.
 
 Each row is a run of 10 steps on real text on {ranks} ranks (gloo), compared with the same run on one
 process with nothing turned on. The number is the largest relative difference: of the loss and of the
@@ -70,13 +70,19 @@ def compare(rows: Iterable[Row]) -> Iterable[tuple[Row, dict[str, float] | str, 
                 yield row, found, time.perf_counter() - begin
 
 
-def line(number: int, row: Row, found: dict[str, float] | str) -> tuple[str, bool]:
+def line(row: Row, found: dict[str, float] | str, day: str) -> tuple[str, bool]:
     """The row's line of the table, and whether it is within its bounds."""
     if isinstance(found, str):
-        return f"| {number} | {row} | {row.ranks} | **failed: {found.strip().splitlines()[-1]}** |", False
+        return f"| {row} | {row.ranks} | {day} | **failed: {found.strip().splitlines()[-1]}** |", False
     broken = too_large(row, found)
     cells = [f"**{found[key]:.0e}**" if key in broken else f"{found[key]:.0e}" for key in QUANTITIES]
-    return f"| {number} | {row} | {row.ranks} | {' | '.join(cells)} |", not broken
+    return f"| {row} | {row.ranks} | {day} | {' | '.join(cells)} |", not broken
+
+
+def written() -> dict[str, str]:
+    """The lines of the page by the name of their row."""
+    lines = [text for text in PAGE.read_text(encoding="utf-8").splitlines() if text.startswith("| ")]
+    return {text.split("|")[1].strip(): text for text in lines[1:]}
 
 
 def bounds(dtype: str) -> str:
@@ -84,19 +90,19 @@ def bounds(dtype: str) -> str:
 
 
 def main(words: list[str]) -> int:
-    """Run every row, or those whose name has one of `words` (then no page is written)."""
-    rows = (*every_row(), *EXPERTS, *CONTEXT, *PIPELINES)
-    rows = [row for row in rows if not words or any(word in str(row) for word in words)]
-    begin, table, failed = time.perf_counter(), [], 0
-    for number, (row, found, seconds) in enumerate(compare(rows), start=1):
-        text, good = line(number, row, found)
-        table.append(text)
+    """Run every row, or those whose name has one of `words`; the page keeps its lines of the others."""
+    every = (*every_row(), *EXPERTS, *CONTEXT, *PIPELINES)
+    rows = [row for row in every if not words or any(word in str(row) for word in words)]
+    day = str(datetime.datetime.now(tz=datetime.timezone.utc).date())
+    begin, table, failed = time.perf_counter(), written(), 0
+    for row, found, seconds in compare(rows):
+        table[str(row)], good = line(row, found, day)
         failed += not good
-        print(f"{text} {seconds:.0f} s", flush=True)
+        print(f"{table[str(row)]} {seconds:.0f} s", flush=True)
         if isinstance(found, str):
             print(found, flush=True)
     head = HEAD.format(
-        date=datetime.datetime.now(tz=datetime.timezone.utc).date(),
+        date=day,
         torch=torch.__version__,
         python=platform.python_version(),
         machine=platform.machine(),
@@ -104,15 +110,15 @@ def main(words: list[str]) -> int:
         rows=len(rows),
         minutes=(time.perf_counter() - begin) / 60,
         failed=failed or "none",
-        ranks=f"1 to {max(row.ranks for row in rows)}",
+        ranks=f"1 to {max(row.ranks for row in every)}",
         float64=bounds("float64"),
         float32=bounds("float32"),
     )
     titles = " | ".join(key.replace("_", " ") for key in QUANTITIES)
-    table = [f"| | row | ranks | {titles} |", "|---" * (3 + len(QUANTITIES)) + "|", *table]
-    if not words:
-        PAGE.write_text(head + "\n".join(table) + "\n", encoding="utf-8")
-        print(f"Written: {PAGE}")
+    page = [f"| row | ranks | day | {titles} |", "|---" * (3 + len(QUANTITIES)) + "|"]
+    page += [table[str(row)] for row in every if str(row) in table]
+    PAGE.write_text(head + "\n".join(page) + "\n", encoding="utf-8")
+    print(f"Written: {PAGE}: {len(page) - 2} of {len(every)} rows")
     print(f"{len(rows)} rows, {failed} above their bounds")
     return 1 if failed else 0
 
