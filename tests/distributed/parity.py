@@ -6,7 +6,7 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -89,36 +89,48 @@ def bounds(dtype: str) -> str:
     return ", ".join(f"{key.replace('_', ' ')} {value:.0e}" for key, value in BOUNDS[dtype].items())
 
 
-def main(words: list[str]) -> int:
-    """Run every row, or those whose name has one of `words`; the page keeps its lines of the others."""
-    every = (*every_row(), *EXPERTS, *CONTEXT, *PIPELINES)
-    rows = [row for row in every if not words or any(word in str(row) for word in words)]
-    day = str(datetime.datetime.now(tz=datetime.timezone.utc).date())
-    begin, table, failed = time.perf_counter(), written(), 0
-    for row, found, seconds in compare(rows):
-        table[str(row)], good = line(row, found, day)
-        failed += not good
-        print(f"{table[str(row)]} {seconds:.0f} s", flush=True)
-        if isinstance(found, str):
-            print(found, flush=True)
+def write(table: dict[str, str], every: Sequence[Row], done: int, failed: int, seconds: float) -> int:
+    """Write the page; return how many rows it has. The last run did so many rows, in these seconds."""
     head = HEAD.format(
-        date=day,
+        date=today(),
         torch=torch.__version__,
         python=platform.python_version(),
         machine=platform.machine(),
         cores=len(os.sched_getaffinity(0)),
-        rows=len(rows),
-        minutes=(time.perf_counter() - begin) / 60,
+        rows=done,
+        minutes=seconds / 60,
         failed=failed or "none",
         ranks=f"1 to {max(row.ranks for row in every)}",
         float64=bounds("float64"),
         float32=bounds("float32"),
     )
     titles = " | ".join(key.replace("_", " ") for key in QUANTITIES)
-    page = [f"| row | ranks | day | {titles} |", "|---" * (3 + len(QUANTITIES)) + "|"]
-    page += [table[str(row)] for row in every if str(row) in table]
+    lines = [table[str(row)] for row in every if str(row) in table]
+    page = [f"| row | ranks | day | {titles} |", "|---" * (3 + len(QUANTITIES)) + "|", *lines]
     PAGE.write_text(head + "\n".join(page) + "\n", encoding="utf-8")
-    print(f"Written: {PAGE}: {len(page) - 2} of {len(every)} rows")
+    return len(lines)
+
+
+def today() -> str:
+    return str(datetime.datetime.now(tz=datetime.timezone.utc).date())
+
+
+def main(words: list[str]) -> int:
+    """Run every row, or those whose name has one of `words`; the page keeps its lines of the others.
+
+    It is written after each row: what was run stands there if the rest is not.
+    """
+    every = (*every_row(), *EXPERTS, *CONTEXT, *PIPELINES)
+    rows = [row for row in every if not words or any(word in str(row) for word in words)]
+    begin, table, failed, on_page = time.perf_counter(), written(), 0, 0
+    for done, (row, found, seconds) in enumerate(compare(rows), start=1):
+        table[str(row)], good = line(row, found, today())
+        failed += not good
+        print(f"{table[str(row)]} {seconds:.0f} s", flush=True)
+        if isinstance(found, str):
+            print(found, flush=True)
+        on_page = write(table, every, done, failed, time.perf_counter() - begin)
+    print(f"Written: {PAGE}: {on_page} of {len(every)} rows")
     print(f"{len(rows)} rows, {failed} above their bounds")
     return 1 if failed else 0
 
