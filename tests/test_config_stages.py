@@ -140,15 +140,17 @@ def test_refused(fault: str) -> None:
     assert faults_of(*REFUSED[fault]) == [fault]
 
 
-def test_a_split_backward_pass_goes_neither_with_compile_nor_with_resharding() -> None:
+def test_a_split_backward_pass_goes_with_no_compile_no_resharding_no_choice_by_operator() -> None:
     keys = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "zbvzerobubble"}
     tables = {
         "parallelism": keys | {"fsdp_reshard_after_forward": "always"},
         "compile": {"enable": True},
+        "activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"},
     }
     config = Config.model_validate(tables)
     assert [fault.split(" = ")[0].removeprefix("default: ") for fault in pipeline_faults(config)] == [
         "parallelism.pipeline_parallel_schedule",
+        "activation_checkpoint.selective_ac_option",
         "parallelism.fsdp_reshard_after_forward",
     ]
     found = schedule_of(config)

@@ -137,6 +137,14 @@ def pipeline_faults(config: Config) -> list[str]:
         if config.compile.enable and "model" in config.compile.components:
             fault = config.fault(SCHEDULE, f"{rule}, which compiled blocks cannot", f"allowed: {whole}")
             faults.append(fault)
+        recompute = config.activation_checkpoint
+        if recompute.mode == "selective" and recompute.selective_ac_option == "op":
+            fault = config.fault(
+                "activation_checkpoint.selective_ac_option",
+                f"{schedule.name} {rule}, and what is kept by operator can be used once only",
+                'use a number of layers, or mode = "full"',
+            )
+            faults.append(fault)
         if section.fsdp_reshard_after_forward == "always":
             key = "parallelism.fsdp_reshard_after_forward"
             rule = f"{schedule.name} {rule}: parameters must stay gathered between its halves"

@@ -84,7 +84,7 @@ PIPELINES = (
     pipeline_row("pp2-dp2-tp2", "DualPipeV ac-full", AC_FULL),
     *(
         pipeline_row("pp2", f"{schedule} {kind}", FACTORS["checkpointing"][kind])
-        for schedule, kind in (("1F1B", "ac-full"), ("ZBVZeroBubble", "ac-op"), ("GPipe", "ac-2"))
+        for schedule, kind in (("1F1B", "ac-full"), ("ZBVZeroBubble", "ac-2"), ("GPipe", "ac-op"))
     ),
     pipeline_row("pp2", "aot-eager", AOT_EAGER),
     pipeline_row("pp2", "Interleaved1F1B aot-eager ac-op", AOT_EAGER, AC_OP),
