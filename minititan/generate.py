@@ -5,6 +5,7 @@ The text goes to stdout, everything else to stderr. Rank 0 reads the prompt, cho
 """
 
 import contextlib
+import io
 import json
 import math
 import os
@@ -177,8 +178,8 @@ class Writer:
     def __init__(self) -> None:
         self.closed = False
         self._terminal = sys.stdout.isatty()
-        if hasattr(sys.stdout, "reconfigure"):
-            sys.stdout.reconfigure(errors="replace")  # pyright: ignore[reportAttributeAccessIssue]
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")
 
     def write(self, text: str) -> None:
         try:

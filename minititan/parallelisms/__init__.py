@@ -1,6 +1,6 @@
 """Parallelisms, each in a module of its own, and `parallelize`, which applies them in the one fixed order."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -66,6 +66,13 @@ def parallelize(
     for unit in units:
         unit.install()
 
+    _shard(model, blocks, meshes, config, compute_dtype)
+
+
+def _shard(
+    model: Any, blocks: Sequence[Unit], meshes: Meshes, config: Config, compute_dtype: torch.dtype
+) -> None:
+    """Apply FSDP where ranks share the parameters, or where it is needed for types or offloading."""
     dtype = next(model.parameters()).dtype
     # FSDP adds up in float32, over micro-batches as well, what is computed in less.
     mixed = compute_dtype != dtype or dtype == torch.bfloat16
