@@ -10,10 +10,8 @@ import argparse
 import contextlib
 import hashlib
 import io
-import json
 import math
 import os
-import platform
 import shutil
 import statistics
 import tempfile
@@ -24,6 +22,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from reports import machine, write_json
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -153,7 +152,7 @@ def report(bench: Bench, size: int) -> dict[str, object]:
         "save_speed_share": medians["plain write"] / medians["save"],
         "load_speed_share": medians["plain read"] / medians["load"],
         "stall_share": medians["async stall"] / medians["save"],
-        "machine": {"processor": platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__},
+        "machine": machine(),
     }
 
 
@@ -173,8 +172,7 @@ def main() -> None:
         for _ in range(options.repeats):
             bench.once()
     results = report(bench, sum(tensor.nbytes for tensor in tensors.values()))
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(results, indent=1) + "\n")
+    write_json(options.json, results)
     dist.destroy_process_group()
 
 

@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import gc
 import io
-import json
 import statistics
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from probes import Stages, Traffic, on_ranks
+from reports import write_json, write_part
 from schedules import (
     COSTS,
     Span,
@@ -304,20 +304,6 @@ def memory(watched: Mapping[str, list[Watched]]) -> tuple[str, Any]:
 PARTS = ("schedules", "bubble", "traffic", "memory")
 
 
-def marks(part: str) -> tuple[str, str]:
-    return f"<!-- python benchmarks/scaling.py {part} -->", f"<!-- end of {part} -->"
-
-
-def write_part(page: Path, part: str, text: str) -> None:
-    """Put the text between the marks of its part."""
-    begin, end = marks(part)
-    before, _, rest = page.read_text(encoding="utf-8").partition(begin)
-    _, found, after = rest.partition(end)
-    if not found:
-        raise SystemExit(f"{page} has no marks of {part}: {begin} and {end}")
-    page.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -348,10 +334,9 @@ def main() -> None:
     for part, text in texts.items():
         print(f"\n{part}\n\n{text}")
         if options.page is not None:
-            write_part(options.page, part, text)
+            write_part(options.page, "python benchmarks/scaling.py", part, text)
     if results:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+        write_json(options.json, results)
 
 
 if __name__ == "__main__":
