@@ -19,6 +19,7 @@ from minititan.parallelisms.collectives import all_gather, all_reduce
 
 IGNORED = -100  # the label of a token that is not in the loss
 CHUNK_ELEMENTS = 2**27  # logits in one chunk at the most: 512 MiB in float32
+CPU_CHUNK_TOKENS = 512  # enough for fast products, and few enough for the logits to stay in a cache
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ def _head(
     # Not by the rows that this rank has: a chunk has collectives, and must be the same on all tp ranks.
     columns = lm_head.out_features if shard is None or not shard.parallel else shard.rows
     size = max(1, CHUNK_ELEMENTS // columns)
+    size = min(size, CPU_CHUNK_TOKENS) if hidden.device.type == "cpu" else size
     return _HeadLoss.apply(
         hidden.flatten(0, 1),
         lm_head.weight,
@@ -93,9 +95,7 @@ class _HeadLoss(torch.autograd.Function):
             total += loss
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[part])
-                product = grad_logits.t() @ hidden[part]
-                # Summed over chunks in float32, since a bfloat16 sum would lose the small terms.
-                grad_weight = product if grad_weight is None else grad_weight.to(total.dtype).add_(product)
+                grad_weight = _added_product(grad_weight, grad_logits.t(), hidden[part], total.dtype)
         ctx.weight_dtype = weight.dtype
         ctx.save_for_backward(grad_hidden, grad_weight)
         return total
@@ -104,6 +104,15 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         grad_hidden, grad_weight = ctx.saved_tensors
         return grad_hidden * grad, (grad_weight * grad).to(ctx.weight_dtype), *[None] * 6
+
+
+def _added_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return total + a b, in `dtype` from the second chunk on: a bfloat16 sum would lose the small terms."""
+    if total is None:
+        return a @ b
+    if a.dtype == dtype:
+        return total.addmm_(a, b)
+    return total.to(dtype).add_(a @ b)
 
 
 def _chunk_gradients(
@@ -121,7 +130,8 @@ def _chunk_gradients(
 
     largest = logits.amax(dim=-1, keepdim=True)
     largest = all_reduce(largest, group, "max") if group else largest
-    exponentials = (logits - largest).exp()
+    # From here in place, in memory that is this function's own.
+    exponentials = torch.sub(logits, largest).exp_()
     total = exponentials.sum(dim=-1, keepdim=True)
     total = all_reduce(total, group) if group else total
 
@@ -133,9 +143,9 @@ def _chunk_gradients(
     target = all_reduce(target, group) if group else target
     loss = (total.log() - target).squeeze(-1).where(valid, 0.0).sum()
 
-    grad = exponentials / total * valid.unsqueeze(-1)
-    grad = grad.scatter_add(-1, index, -mine.to(grad.dtype))
-    grad = grad if factor is None else grad * factor
+    weight = valid.unsqueeze(-1).to(total.dtype)
+    weight = weight if factor is None else weight * factor
+    grad = exponentials.mul_(weight / total).scatter_add_(-1, index, -weight * mine)
     if shard is not None and not shard.parallel:
         grad = grad[:, shard.first :]
     return loss, grad[:, :columns].to(dtype)

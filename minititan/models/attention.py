@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from minititan.models.masks import Mask, attend
-from minititan.models.rotary import rotate
+from minititan.models.pointwise import RMSNorm, rotate
 
 
 class KeyValueCache(Protocol):
@@ -53,8 +53,8 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(heads * head_dim, width, bias=out_bias)
         self.sinks = nn.Parameter(torch.empty(heads)) if sinks else None
         normed = norm_eps is not None
-        self.q_norm = nn.RMSNorm(head_dim, eps=norm_eps) if normed else nn.Identity()
-        self.k_norm = nn.RMSNorm(head_dim, eps=norm_eps) if normed else nn.Identity()
+        self.q_norm = RMSNorm(head_dim, eps=norm_eps) if normed else nn.Identity()
+        self.k_norm = RMSNorm(head_dim, eps=norm_eps) if normed else nn.Identity()
         self.attend = attend  # context parallelism puts one in its place that meets other ranks' tokens
 
     def forward(

@@ -16,6 +16,7 @@ from minititan.models.arguments import DecoderArgs
 from minititan.models.attention import KeyValueCache
 from minititan.models.masks import Mask, cached_mask, causal_mask
 from minititan.models.moe import Routing, RoutingRecord
+from minititan.models.pointwise import RMSNorm
 from minititan.models.rotary import inverse_frequencies, rotary_tables
 
 
@@ -25,9 +26,9 @@ class DecoderBlock(nn.Module):
     def __init__(self, args: DecoderArgs, layer: int) -> None:
         super().__init__()
         width = args.hidden_size
-        self.input_layernorm = nn.RMSNorm(width, eps=args.rms_norm_eps)
+        self.input_layernorm = RMSNorm(width, eps=args.rms_norm_eps)
         self.self_attn = args.attention(layer)
-        self.post_attention_layernorm = nn.RMSNorm(width, eps=args.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(width, eps=args.rms_norm_eps)
         self.mlp = args.feed_forward(layer)
 
     def forward(
@@ -47,7 +48,7 @@ class Decoder(nn.Module):
         assert args.vocab_size is not None, "the vocabulary size is resolved before a model is built"
         self.embed_tokens = nn.Embedding(args.vocab_size, args.hidden_size)
         self.layers = nn.ModuleDict({str(i): DecoderBlock(args, i) for i in range(args.num_hidden_layers)})
-        self.norm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
+        self.norm = RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
         self.lm_head = nn.Linear(args.hidden_size, args.vocab_size, bias=False)
         if args.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight

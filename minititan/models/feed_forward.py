@@ -1,7 +1,8 @@
 """The gated feed-forward layer SwiGLU (arXiv:2002.05202)."""
 
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from minititan.models.pointwise import swiglu
 
 
 class FeedForward(nn.Module):
@@ -16,4 +17,4 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """Return the output, and that no router did anything."""
         # [B, T, D] -> [B, T, F] -> [B, T, D]
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)), None
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x))), None

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from minititan.models.attention import KeyValueCache
 from minititan.models.masks import Mask, attend
-from minititan.models.rotary import rotate
+from minititan.models.pointwise import RMSNorm, rotate
 
 EPS = 1e-6  # of the latents' norms, in every published model
 
@@ -48,10 +48,10 @@ class LatentAttention(nn.Module):
             self.q_proj = nn.Linear(width, heads * head_dim, bias=False)
         else:
             self.q_a_proj = nn.Linear(width, q_rank, bias=bias)
-            self.q_a_layernorm = nn.RMSNorm(q_rank, eps=EPS)
+            self.q_a_layernorm = RMSNorm(q_rank, eps=EPS)
             self.q_b_proj = nn.Linear(q_rank, heads * head_dim, bias=False)
         self.kv_a_proj_with_mqa = nn.Linear(width, kv_rank + rotary_dim, bias=bias)
-        self.kv_a_layernorm = nn.RMSNorm(kv_rank, eps=EPS)
+        self.kv_a_layernorm = RMSNorm(kv_rank, eps=EPS)
         self.kv_b_proj = nn.Linear(kv_rank, heads * (plain_dim + value_dim), bias=False)
         self.o_proj = nn.Linear(heads * value_dim, width, bias=bias)
         self.compresses_queries = q_rank is not None

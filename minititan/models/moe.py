@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minititan.models.pointwise import swiglu
+
 GROUPED = (torch.bfloat16, torch.float16, torch.float32)  # the dtypes of `grouped_mm`
 TINY = 1e-20  # added to sums of scores: sigmoids may all be zero
 
@@ -192,7 +194,7 @@ class SwiGLUExperts(Experts):
     def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
         gate = grouped_product(rows, self.gate_proj.mT, counts)
         up = grouped_product(rows, self.up_proj.mT, counts)
-        return grouped_product(F.silu(gate) * up, self.down_proj.mT, counts)
+        return grouped_product(swiglu(gate, up), self.down_proj.mT, counts)
 
 
 class ClampedExperts(Experts):

@@ -146,9 +146,3 @@ def rotary_tables(
     angles = positions[..., None].float() * frequencies  # [..., T, C/2]
     angles = torch.cat((angles, angles), dim=-1).unsqueeze(-3)  # [..., 1, T, C]
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return x [B, H, T, C] turned by the tables of `rotary_tables`."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
