@@ -128,19 +128,20 @@ def _chunk_gradients(
     group = shard.group if shard is not None and shard.parallel else None
     logits = logits.to(torch.promote_types(dtype, torch.float32))
 
-    largest = logits.amax(dim=-1, keepdim=True)
-    largest = all_reduce(largest, group, "max") if group else largest
-    # From here in place, in memory that is this function's own.
-    exponentials = torch.sub(logits, largest).exp_()
-    total = exponentials.sum(dim=-1, keepdim=True)
-    total = all_reduce(total, group) if group else total
-
     valid = labels != IGNORED
     index = labels - first
     mine = (valid & (index >= 0) & (index < logits.shape[1])).unsqueeze(-1)
     index = index.unsqueeze(-1).where(mine, 0)
+
+    largest = logits.amax(dim=-1, keepdim=True)
+    largest = all_reduce(largest, group, "max") if group else largest
     target = (logits.gather(-1, index) - largest).where(mine, 0.0)
     target = all_reduce(target, group) if group else target
+    # From here in place. The compiler fuses what is not, and would copy back what is done to an input.
+    shifted = logits - largest if torch.compiler.is_compiling() else logits.sub_(largest)
+    exponentials = shifted.exp_()
+    total = exponentials.sum(dim=-1, keepdim=True)
+    total = all_reduce(total, group) if group else total
     loss = (total.log() - target).squeeze(-1).where(valid, 0.0).sum()
 
     weight = valid.unsqueeze(-1).to(total.dtype)
