@@ -26,9 +26,10 @@ from reports import machine, machine_line, spread, verdict, write_json, write_pa
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = (
     *("--model.name", "llama3", "--model.flavor", "10M", "--model.args.vocab_size", "6400"),
-    *("--training.seq_len", "512", "--training.local_batch_size", "8", "--training.steps", "2"),
+    *("--training.seq_len", "512", "--training.steps", "2"),
     *("--metrics.log_freq", "1", "--training.mixed_precision_param", "float32"),
 )
+BATCH = 8  # of all processes
 PHASES = (
     *("interpreter", "import of torch", "import of minititan", "config", "check", "process group", "data"),
     *("model", "parallelisms", "initial values", "optimizer", "checkpoint look-up", "other", "first step"),
@@ -71,6 +72,7 @@ def run_once(processes: int, compiled: bool, compile_cache: Path) -> dict[str, A
         folder = Path(name)
         (folder / "run.toml").touch()
         words = [*MODEL, "--job.config_file", str(folder / "run.toml"), "--job.dump_folder", f"{name}/out"]
+        words += ["--training.local_batch_size", str(BATCH // processes)]
         if compiled:
             words += ["--compile.enable"]
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
@@ -163,8 +165,11 @@ def compiler_line(counts: Mapping[str, int]) -> str:
 
 
 def measure_imports() -> list[tuple[str, int, int]]:
-    """Return every module that `import minititan.train` loads, with its own and its whole microseconds."""
-    command = [sys.executable, "-X", "importtime", "-c", "import minititan.train"]
+    """Return every module that `import minititan.train` loads, with its own and its whole microseconds.
+
+    Without garbage collections, as a run starts: their time would be counted to modules at random.
+    """
+    command = [sys.executable, "-X", "importtime", "-c", "import gc; gc.disable(); import minititan.train"]
     ended = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
     lines = re.findall(r"import time:\s+(\d+) \|\s+(\d+) \|\s+(\S+)", ended.stderr)
     return [(name, int(own), int(whole)) for own, whole, name in lines]
@@ -200,8 +205,8 @@ def table_of_imports(samples: Sequence[Sequence[tuple[str, int, int]]]) -> tuple
     for group in by_time:
         if group not in small:
             lines.append(f"| {group} | {counts[group]} | {spread(groups[group])} |")
-    rest = [sum(group[index] for name in small if len(group := groups[name]) > index) for index in (0,)]
-    lines.append(f"| {len(small)} more | {sum(counts[name] for name in small)} | {rest[0]:.1f} |")
+    rest = sum(statistics.median(groups[name]) for name in small)
+    lines.append(f"| {len(small)} more | {sum(counts[name] for name in small)} | {rest:.1f} |")
     every = [sum(own for _, own, _ in sample) / 1000 for sample in samples]
     lines.append(f"| **all** | **{sum(counts.values())}** | **{spread(every)}** |")
     lines += [

@@ -9,6 +9,7 @@ import time
 
 LOADED = time.monotonic()  # before any other import: the interpreter is up
 
+import gc  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
 import sys  # noqa: E402
@@ -96,12 +97,15 @@ def compiler_counts() -> dict[str, int]:
 def main() -> int:
     folder, begin, *words = sys.argv[1:]
     phases = Phases(float(begin))
+    gc.disable()  # as minititan.train does where it is the program
     import torch  # noqa: F401
 
     phases.end("import of torch")
     from minititan.train import main as train
 
     wrap_trainer(phases)
+    gc.freeze()
+    gc.enable()
     phases.end("import of minititan")
     code = train(words)
     phases.end("other")
