@@ -60,7 +60,9 @@ COMMAND_CODES = {"minititan train, a wrong key": 2}
 
 
 def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), **more}
+    """Return the environment, in which bytecode is kept, as for a user."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return {**kept, "PYTHONPATH": str(ROOT), **more}
 
 
 # ---- runs
