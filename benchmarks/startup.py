@@ -28,6 +28,7 @@ MODEL = (
     *("--model.name", "llama3", "--model.flavor", "10M", "--model.args.vocab_size", "6400"),
     *("--training.seq_len", "512", "--training.steps", "2"),
     *("--metrics.log_freq", "1", "--training.mixed_precision_param", "float32"),
+    *("--activation_checkpoint.mode", "none"),
 )
 BATCH = 8  # of all processes
 PHASES = (
