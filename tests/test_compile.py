@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from minititan import registry
 from minititan.models.arguments import DecoderArgs
 from minititan.init import materialize
+from minititan.parallelisms.activation_checkpoint import apply_activation_checkpoint
 from minititan.parallelisms.compile import apply_compile
 from minititan.parallelisms.context_parallel import apply_context_parallel, build_split
 from minititan.parallelisms.tensor_parallel import apply_tensor_parallel
@@ -28,12 +29,15 @@ edges = [Unit(name, part) for name, part in model.named_children() if name != "l
 unwraps = apply_tensor_parallel(model, mesh["tp"], spec.plan_of(args)) if "tp" in sys.argv else {}
 if "cp" in sys.argv:
     apply_context_parallel(model, build_split(mesh["cp"], "headtail"), "all_gather")
+for unit in units + edges:
+    unit.localize(unwraps)
+if "ac" in sys.argv:
+    settings = {"preserve_rng_state": True, "early_stop": False}
+    apply_activation_checkpoint(units, "selective", "op" if "op" in sys.argv else "1", settings)
 graphs = []
 def backend(graph, inputs):
     graphs.append(graph)
     return graph
-for unit in units + edges:
-    unit.localize(unwraps)
 for unit in units:
     apply_compile(unit, backend)
 for unit in units + edges:
@@ -45,7 +49,7 @@ print(len(graphs))
 """
 
 
-@pytest.mark.parametrize("parallelisms", ["", "tp", "cp", "tp cp"])
+@pytest.mark.parametrize("parallelisms", ["", "tp", "cp", "tp cp", "ac", "tp ac op"])
 def test_ten_layers_are_one_graph(parallelisms: str) -> None:
     command = [sys.executable, "-c", PROGRAM, *parallelisms.split()]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
