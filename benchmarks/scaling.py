@@ -124,7 +124,7 @@ def count_in_rank(rank: int, world: int, keys: Keys, folder: str) -> dict[str, i
         if mesh is not None:
             names = ("all_to_all_single",) if axis == "ep" else own
             found[axis] = traffic.over(mesh.get_group(mesh.ndim - 1), *names)
-    return found | {"parameters": sum(p.numel() for p in build.whole_model(trainer.job).parameters())}
+    return found | {"parameters": sum(p.numel() for p in trainer.job.model.parameters())}
 
 
 def rows(parameters: int) -> list[Row]:
@@ -227,7 +227,7 @@ def watch_in_rank(rank: int, world: int, keys: Keys, folder: str, steps: int) ->
             trainer.step(batches)
         spans.append(stages.spans)
     modules, _ = build.stages_of(trainer.job, trainer.meshes)
-    whole = dict(build.whole_model(trainer.job).named_parameters())
+    whole = dict(trainer.job.model.named_parameters())
     planned = [
         sum(
             p.numel() for name, p in whole.items() if name.startswith(tuple(f"{module}." for module in stage))

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,23 +22,20 @@ from minititan.models.moe import Router
 from minititan.optimizer import GroupedOptimizer, build_optimizer
 from minititan.parallelisms import Meshes, parallelize
 from minititan.parallelisms.context_parallel import Batch, build_split
-from minititan.parallelisms.pipeline import Pipeline, keep_modules
+from minititan.parallelisms.stages import keep_modules
 from minititan.parallelisms.tensor_parallel import first_row
 from minititan.profiling import Profiler
 from minititan.run import Run, rule_settings, source_fault, sources_of, stages_of_model
 
-
-def whole_model(run: Run) -> Any:
-    """Return the plain model on the meta device."""
-    with torch.device("meta"):
-        return run.spec.build(run.args).to(getattr(torch, run.config.training.dtype))
+if TYPE_CHECKING:
+    from minititan.parallelisms.pipeline import Pipeline
 
 
 def stages_of(run: Run, meshes: Meshes) -> tuple[list[list[str]], list[int]]:
     """Return the modules of each stage of the pipeline, and the rank on `meshes.pp` that has it."""
     schedule = schedule_of(run.config)
     assert schedule is not None and meshes.pp is not None, "the config check finds the schedule"
-    stages = stages_of_model(run.config, whole_model(run))
+    stages = stages_of_model(run.config, run.model)
     return stages, schedule.ranks_of(len(stages), meshes.pp.size())
 
 
@@ -59,7 +56,7 @@ def parts_of(run: Run, meshes: Meshes, device: torch.device) -> dict[int, Any]:
 
 def parameters_of(run: Run, parts: Mapping[int, Any]) -> dict[str, nn.Parameter]:
     """Return the parameters of this rank's parts by name, without the copy of a tied embedding."""
-    names = dict(whole_model(run).named_parameters())
+    names = dict(run.model.named_parameters())
     return {
         name: parameter
         for part in parts.values()
@@ -68,12 +65,16 @@ def parameters_of(run: Run, parts: Mapping[int, Any]) -> dict[str, nn.Parameter]
     }
 
 
-def pipeline_of(run: Run, meshes: Meshes, parts: Mapping[int, Any], device: torch.device) -> Pipeline | None:
+def pipeline_of(
+    run: Run, meshes: Meshes, parts: Mapping[int, Any], device: torch.device
+) -> "Pipeline | None":
     """Return how batches go through the stages; None where there is no pipeline."""
     if meshes.pp is None:
         return None
+    from minititan.parallelisms.pipeline import Pipeline  # late: torch's schedules load its compiler, 0.6 s
+
     section, training, (_, ranks) = run.config.parallelism, run.config.training, stages_of(run, meshes)
-    whole, size = whole_model(run), section.pipeline_parallel_microbatch_size
+    size = section.pipeline_parallel_microbatch_size
     split = meshes.tp is not None and not section.disable_sequence_parallel
     schedule = schedule_of(run.config)
     assert schedule is not None
@@ -86,10 +87,10 @@ def pipeline_of(run: Run, meshes: Meshes, parts: Mapping[int, Any], device: torc
         micro_batch_size=size,
         seq_len=training.seq_len // run.layout.cp,
         shards=run.layout.tp if split else 1,
-        width=whole.lm_head.in_features,
+        width=run.model.lm_head.in_features,
         dtype=compute_dtype(run.config, device),
         device=device,
-        tied="lm_head.weight" not in dict(whole.named_parameters()),
+        tied="lm_head.weight" not in dict(run.model.named_parameters()),
     )
 
 
@@ -99,7 +100,7 @@ def model_of(run: Run, meshes: Meshes, device: torch.device, modules: Sequence[s
     `modules`: those that it keeps, as a stage of a pipeline; None: all.
     """
     config = run.config
-    model = whole_model(run)
+    model: Any = run.spec.on_meta(run.args).to(getattr(torch, config.training.dtype))
     if modules is not None:
         keep_modules(model, modules)
     compiled = config.compile.enable and "loss" in config.compile.components
@@ -164,7 +165,7 @@ def optimizer_of(run: Run, parameters: dict[str, nn.Parameter], device: torch.de
     section, dtype = config.optimizer, compute_dtype(config, device)
     return build_optimizer(
         parameters,
-        whole=dict(whole_model(run).named_parameters()),
+        whole=dict(run.model.named_parameters()),
         **rule_settings(config),
         betas=(section.beta1, section.beta2),
         eps=section.eps,

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from minititan.checkpoint.agreement import RanksFailedError, first_rank
-from minititan.commands import parser_of
+from minititan.commands import add_custom_import, parser_of
 from minititan.config import ConfigError
 from minititan.config.error import literal
 from minititan.data import Tokenizer
@@ -95,8 +95,7 @@ def options_of(words: Sequence[str]) -> Any:
     )
     types = ("float32", "bfloat16", "float16", "float64")
     add("--dtype", choices=types, help="to compute in (default: the type of the weights)")
-    custom = "--experimental.custom_import"
-    add(custom, dest="custom_import", metavar="MODULE", default="", help="your own family")
+    add_custom_import(parser)
     return parser.parse_args(with_underscores(words))
 
 

@@ -137,9 +137,7 @@ def _of_folder(path: Path, tokenizer: str | None, say: Say) -> Source:
         sizes[str(entry.dtype).removeprefix("torch.")] += math.prod(entry.shape)
 
     def load_weights(parameters: Mapping[str, Tensor]) -> None:
-        with torch.device("meta"):
-            model = spec.build(args)
-        load_folder(path, form, model, parameters, args, say)
+        load_folder(path, form, spec.on_meta(args), parameters, args, say)
 
     return Source(path, spec, args, made, made.adds_bos, _dtype(sizes), load_weights)
 
@@ -169,8 +167,7 @@ def load_model(source: Source, dtype: torch.dtype, place: Distributed) -> Any:
     On several ranks it is tensor-parallel over all of them. Raises ConfigError.
     """
     spec, args, ranks = source.spec, source.args, place.world_size
-    with torch.device("meta"):
-        model = spec.build(args).to(dtype)
+    model = spec.on_meta(args).to(dtype)
     if ranks > 1:
         if rules := split_rules(model, source, ranks):
             raise ConfigError(*(f"torchrun: nproc = {ranks}: {rule}" for rule in rules))

@@ -21,6 +21,7 @@ from minititan.config import ConfigError
 from minititan.config.error import closest
 from minititan.models import counts, decoder, deepseek_v3, gpt_oss, llama3, minimind, mixtral, qwen2, qwen3
 from minititan.models.hugging_face import HuggingFaceForm
+from minititan.models.meta import on_meta
 from minititan.models.rotary import ROPE_TYPES
 
 ENTRY_POINT_GROUP = "minititan.models"
@@ -50,6 +51,11 @@ class ModelSpec:
     tensor_parallel_plan: Mapping[str, str] | Callable[[Any], Mapping[str, str]] | None = None
     hugging_face: tuple[HuggingFaceForm, ...] = ()  # what `transformers` calls it; (): no import and export
 
+    def on_meta(self, args: Any) -> nn.Module:
+        """Return a model of these arguments on the meta device: shapes and names, no numbers."""
+        with on_meta():
+            return self.build(args)
+
     def plan_of(self, args: Any) -> Mapping[str, str] | None:
         """Return the tensor-parallel plan of a model with these arguments."""
         plan = self.tensor_parallel_plan
@@ -59,15 +65,13 @@ class ModelSpec:
         """Return the number of parameters of a model, and of those that a token goes through."""
         if self.parameters is not None:
             return self.parameters(args)
-        with torch.device("meta"):
-            total = sum(parameter.numel() for parameter in self.build(args).parameters())
+        total = sum(parameter.numel() for parameter in self.on_meta(args).parameters())
         return total, total
 
     def dtypes_in(self, args: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
         """Return the type of each parameter of a model that is cast: what it keeps exact stays so."""
-        with torch.device("meta"):
-            model = self.build(args).to(dtype)
-        return {name: parameter.dtype for name, parameter in model.named_parameters()}
+        named = self.on_meta(args).to(dtype).named_parameters()
+        return {name: parameter.dtype for name, parameter in named}
 
     def form_of(self, args: Any) -> HuggingFaceForm | None:
         """Return the form of Hugging Face of a model with these arguments; None where there is none."""

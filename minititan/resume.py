@@ -154,9 +154,7 @@ class Checkpoints:
         spec, args = self.run.spec, self.run.args
         form = spec.form_of(args)
         assert form is not None, "checked at the start of the run"
-        with torch.device("meta"):
-            model = spec.build(args)
-        self.imported = load_folder(path, form, model, self.parameters, args, self.say)
+        self.imported = load_folder(path, form, self.run.model, self.parameters, args, self.say)
         self.say(f"Started from {path}, at step 0")
         return Progress()
 

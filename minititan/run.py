@@ -21,7 +21,7 @@ from minititan.optimizer import ParamGroup, rules_of
 from minititan.parallelisms.context_parallel import seam_faults
 from minititan.parallelisms.expert_parallel import experts_faults
 from minititan.parallelisms.fsdp import uneven_faults
-from minititan.parallelisms.pipeline import stage_fault
+from minititan.parallelisms.stages import stage_fault
 from minititan.parallelisms.tensor_parallel import plan_faults
 from minititan.run_status import RunStatus
 from minititan.sinks import check_wandb
@@ -34,6 +34,7 @@ class Run:
     config: Config
     spec: registry.ModelSpec
     args: Any  # the model's, with overrides and vocabulary
+    model: Any  # plain and whole, on the meta device: to look at
     tokenizer: data.Tokenizer
     layout: Layout
 
@@ -77,8 +78,7 @@ def check_model(config: Config, spec: registry.ModelSpec, args: Any) -> nn.Modul
     """Return the model on the meta device; raise ConfigError where it does not keep the registry's contract,
     or its plan misses a part.
     """
-    with torch.device("meta"):
-        model = spec.build(args)
+    model = spec.on_meta(args)
     faults = [config.fault("model.name", rule) for rule in registry.model_faults(model)]
     plan = spec.plan_of(args)
     if config.parallelism.tensor_parallel_degree > 1 and plan is not None:
@@ -134,8 +134,7 @@ def check_stages(config: Config, spec: registry.ModelSpec, args: Any, model: Any
     if config.parallelism.pipeline_parallel_degree == 1:
         return
     faults = stage_faults(config, *_modules(model))
-    with torch.device("meta"):
-        part = spec.build(args)
+    part = spec.on_meta(args)
     if fault := stage_fault(part, model.lm_head.in_features):
         rule = f'the model "{config.model.name}" cannot be cut into stages: {fault}'
         faults.append(config.fault(PP, rule, "mend its forward, or use 1"))
@@ -253,7 +252,7 @@ def check(config: Config, world_size: int) -> Run:
         check_folders(config, form, built)
     if faults or layout is None:
         raise ConfigError(*faults)
-    return Run(config, spec, args, tokenizer, layout)
+    return Run(config, spec, args, built, tokenizer, layout)
 
 
 def take_folders(run: Run, status: RunStatus) -> None:

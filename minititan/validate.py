@@ -7,14 +7,16 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from minititan.loss import IGNORED
-from minititan.parallelisms.pipeline import Pipeline
+
+if TYPE_CHECKING:
+    from minititan.parallelisms.pipeline import Pipeline
 
 Batch = dict[str, Tensor]
 
@@ -39,7 +41,7 @@ def run_validation(
     own_part: Callable[[Batch], Batch],
     device: torch.device,
     group: dist.ProcessGroup,
-    pipeline: Pipeline | None = None,
+    pipeline: "Pipeline | None" = None,
 ) -> ValidationResult:
     """Return the result over the batches of all ranks of `group`; every rank must call it.
 

@@ -17,7 +17,7 @@ from minititan.config.stages import (
     stage_faults,
     stages_of,
 )
-from minititan.parallelisms.pipeline import stage_fault
+from minititan.parallelisms.stages import stage_fault
 
 
 def config_of(degree: int = 2, schedule: str = "1F1B", local: int = 8, **keys: Any) -> Config:

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import minititan
 
 PACKAGE = Path(minititan.__file__).parent
@@ -33,6 +35,7 @@ LEVEL = {unit: level for level, units in enumerate(LEVELS) for unit in units}
 LONERS = {"config", "models"}  # import nothing of ours
 
 USED_LATE = ("datasets", "wandb", "tensorboard", "pyarrow", "transformers", "pandas", "IPython")
+COMPILER = ("torch._dynamo", "torch._inductor")
 
 
 def imported_units(path: Path) -> set[str]:
@@ -84,18 +87,25 @@ def python(code: str) -> str:
     return ended.stdout
 
 
-def test_the_config_command_does_not_load_torch():
-    loaded = python(
-        "import sys; from minititan.__main__ import main; main(['config', '--schema'])\n"
-        "print('loaded:', *(name for name in ('torch', 'numpy', 'tokenizers') if name in sys.modules))"
-    )
-    assert loaded.splitlines()[-1] == "loaded:"
+def loaded_by(code: str, *modules: str) -> list[str]:
+    """Return which of the modules a program loads."""
+    printed = python(f"import sys; {code}\nprint('loaded:', *(m for m in {modules} if m in sys.modules))")
+    return printed.splitlines()[-1].split()[1:]
+
+
+@pytest.mark.parametrize(
+    "words, modules",
+    [
+        (["--help"], ("torch", "numpy", "tokenizers", "pydantic")),
+        (["config", "--schema"], ("torch", "numpy", "tokenizers")),
+        (["models", "llama3"], (*COMPILER, "sympy", "torch.distributed.tensor")),
+    ],
+)
+def test_commands_load_what_they_need(words: list[str], modules: tuple[str, ...]) -> None:
+    assert loaded_by(f"from minititan.__main__ import main; main({words})", *modules) == []
 
 
 def test_nothing_heavy_is_loaded_at_start():
     units = sorted(graph().keys() - {"__main__"})
-    loaded = python(
-        f"import sys; {'; '.join(f'import minititan.{unit}' for unit in units)}\n"
-        f"print('loaded:', *(name for name in {USED_LATE} if name in sys.modules))"
-    )
-    assert loaded.splitlines()[-1] == "loaded:"
+    imports = "; ".join(f"import minititan.{unit}" for unit in units)
+    assert loaded_by(imports, *USED_LATE, *COMPILER) == []

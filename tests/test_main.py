@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import tomli
 
-from minititan.__main__ import COMMANDS, main
+from minititan.__main__ import COMMANDS, command, main
 from minititan.config import ConfigError
 
 
@@ -57,13 +57,17 @@ def test_schema(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(schema["properties"]) >= {"training", "parallelism", "data"}
 
 
+def test_every_command_is_there() -> None:
+    assert all(callable(command(name)) for name in COMMANDS)
+
+
 def test_a_command_may_fail_with_its_own_fault(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def failing(argv: object) -> int:
         raise ConfigError("one", "two")
 
-    monkeypatch.setitem(COMMANDS, "config", (failing, ""))
+    monkeypatch.setattr("minititan.__main__.command", lambda name: failing)
     assert main(["config"]) == 2
     assert capsys.readouterr().err == "one\ntwo\n"
 

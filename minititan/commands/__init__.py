@@ -34,3 +34,9 @@ def parser_of(prog: str, description: str) -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+
+
+def add_custom_import(parser: argparse.ArgumentParser) -> None:
+    """Add the key of a run's TOML that names the module of a family of the user's own."""
+    key = "--experimental.custom_import"
+    parser.add_argument(key, dest="custom_import", metavar="MODULE", default="", help="your own family")

@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from minititan.commands import give_back_freed_memory, parser_of
+from minititan.commands import add_custom_import, give_back_freed_memory, parser_of
 from minititan.config import ConfigError
 
 IMPORT_HELP = """\
@@ -62,13 +62,7 @@ def export_command(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--tokenizer", metavar="FOLDER", help="tokenizer to copy, or none; default: the one of the run"
     )
-    parser.add_argument(
-        "--experimental.custom_import",
-        dest="custom_import",
-        metavar="MODULE",
-        default="",
-        help="your own family",
-    )
+    add_custom_import(parser)
     given = parser.parse_args(argv)
     shard_bytes = bytes_of(given.shard_size)
     from minititan.hugging_face.exports import export_model

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from minititan import registry
-from minititan.commands import parser_of
+from minititan.commands import add_custom_import, parser_of
 from minititan.commands.tables import print_table
 from minititan.config import ConfigError
 from minititan.config.command_line import WHERE
@@ -29,13 +29,7 @@ def models_command(argv: Sequence[str]) -> int:
         default=4096,
         help="length of a sequence that operations are counted for; default: 4096",
     )
-    parser.add_argument(
-        "--experimental.custom_import",
-        dest="custom_import",
-        metavar="MODULE",
-        default="",
-        help="your own family",
-    )
+    add_custom_import(parser)
     given = parser.parse_args(argv)
     if given.seq_len < 1:
         raise ConfigError(f"command line: --seq_len {given.seq_len}: must be at least 1")

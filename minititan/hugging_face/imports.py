@@ -204,8 +204,7 @@ def _write_step(
     imported: Mapping[str, Any] | None,
 ) -> None:
     """Write `step-0` tensor by tensor."""
-    with torch.device("meta"):
-        model = spec.build(args)
+    model = spec.on_meta(args)
     form = spec.form_of(args)
     if form is None:
         rule = "has no form of Hugging Face for this model"

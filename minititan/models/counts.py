@@ -5,16 +5,16 @@
 
 from functools import lru_cache
 
-import torch
 from torch import Tensor
 
 from minititan.models.arguments import DecoderArgs, MoEArgs
 from minititan.models.decoder import Decoder
+from minititan.models.meta import on_meta
 
 
 @lru_cache(maxsize=1)
 def _decoder(args: DecoderArgs) -> Decoder:
-    with torch.device("meta"):
+    with on_meta():
         return Decoder(args)
 
 

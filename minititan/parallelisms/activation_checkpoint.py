@@ -6,7 +6,6 @@ recomputed) or, in each block, what is expensive to compute or to communicate ag
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -49,7 +48,7 @@ def apply_activation_checkpoint(
     every = int(option) if mode == "selective" and option != "op" else 1
     for index, block in enumerate(blocks):
         if index % every == 0:
-            block.compute = partial(_checkpointed, block.compute, settings)
+            block.compute = _checkpointed(block.compute, settings)
 
 
 def set_memory_budget(budget: float | None) -> None:
@@ -60,8 +59,16 @@ def set_memory_budget(budget: float | None) -> None:
     functorch_config.activation_memory_budget = 1.0 if budget is None else budget
 
 
-def _checkpointed(compute: Callable[..., Any], settings: dict[str, Any], *inputs: Any) -> Any:
-    return checkpoint(compute, *inputs, use_reentrant=False, **settings)
+def _checkpointed(compute: Callable[..., Any], settings: dict[str, Any]) -> Callable[..., Any]:
+    """Return what computes the same and does it again in the backward pass.
+
+    A function, not a `partial`: such torch.compile tells apart by identity, and would compile each block.
+    """
+
+    def call(*inputs: Any) -> Any:
+        return checkpoint(compute, *inputs, use_reentrant=False, **settings)
+
+    return call
 
 
 def _selective_contexts() -> Any:

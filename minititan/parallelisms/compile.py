@@ -5,7 +5,7 @@ break, and computing on in another precision could choose other experts than the
 """
 
 from collections.abc import Callable, Iterator
-from inspect import ismethod
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,10 +27,11 @@ def apply_compile(unit: Unit, backend: str) -> None:
 def _compiled(forward: Callable[..., Any], module: nn.Module, backend: str) -> Callable[..., Any]:
     """Return `forward` compiled as one graph.
 
-    What the compiler has made, and its limit (8), are by code object. Equal layers share it, but not where a
-    parallelism gave them a forward of their own: nine layers with tensor parallelism were too many (2.13).
+    What the compiler has made, and its limit (8), are by code object. Equal layers share it and are compiled
+    once, but not where a part, or recomputation around the layer, is a `partial` or a forward of its own:
+    these the compiler tells apart by identity, and nine layers would be too many (2.13).
     """
-    if not ismethod(forward) or any("forward" in vars(part) for part in module.modules()):
+    if isinstance(forward, partial) or any("forward" in vars(part) for part in module.modules()):
         forward = _with_own_code(forward)
     return torch.compile(forward, backend=backend, fullgraph=True)
 

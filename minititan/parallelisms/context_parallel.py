@@ -86,8 +86,10 @@ def apply_context_parallel(model: Any, split: Split, method: str) -> None:
         raise ValueError("; ".join(faults))
     gathers = method == "all_gather"
     model.causal_mask = partial(_rank_mask, split, gathers)
+    # One for all layers: torch.compile tells such apart by identity, and would compile each layer.
+    attend = partial(_attend_to_gathered if gathers else _attend_by_heads, split)
     for module in _attentions(model.layers):
-        module.attend = partial(_attend_to_gathered if gathers else _attend_by_heads, split)
+        module.attend = attend
 
 
 def seam_faults(model: Any) -> list[str]:
