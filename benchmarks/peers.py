@@ -1,0 +1,356 @@
+"""minititan beside what a user would pick instead: `python benchmarks/peers.py`.
+
+Each peer gets its own environment from the package index (`--folder`, made once and kept) and trains the
+same model of 10M parameters on the same tokens in the same order, in float32, with AdamW and clipping. A
+round runs every program once, one after the other, each in fresh processes, so that a machine that gets
+slower is slower for all. All are watched from outside in the same way (peer_runs/watch.py): a step ends
+when its line arrives; tokens/s come from the median step after the warm-up; memory is the resident set's
+peak as the kernel keeps it, of the largest process and of all ranks together; the first step's time counts
+from the start of the process.
+
+Words choose cases among `eager compiled eager-2 compiled-2` (2: two processes with FSDP), `--only` chooses
+programs. With `--more` the runs of earlier calls on this machine are kept, so that a long measurement can
+be taken in parts; `--report` only writes what the JSON holds.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from data import documents
+from peer_runs import common
+from peer_runs.environments import LeftOut, python_of, versions_in
+from peer_runs.watch import RunFailed, Watched, watch
+from reports import machine, machine_line, spread, verdict, write_json, write_part
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+from minititan.data.order import samples_at
+
+HERE = Path(__file__).resolve().parent
+RUNS = HERE / "peer_runs"
+OURS = "minititan"
+DOCUMENTS, SEED = 500, 0  # of the tokens; the seed is that of minititan.toml
+TOKENS = common.BATCH * common.SEQ_LEN
+WARM_UP = 2  # steps
+LOSS_RANGE = 0.5  # between programs, whose initial weights differ
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    ranks: int
+    compiled: bool
+    speed_goal: float
+
+    @property
+    def title(self) -> str:
+        return (
+            f"{'compiled' if self.compiled else 'eager'}, {self.ranks} process{'es, FSDP' * (self.ranks > 1)}"
+        )
+
+
+CASES = {
+    "eager": Case(1, False, 1.0),
+    "compiled": Case(1, True, 1.1),
+    "eager-2": Case(2, False, 1.0),
+    "compiled-2": Case(2, True, 1.1),
+}
+
+
+@dataclass(frozen=True)
+class Peer:
+    """What is installed, with the release of the first package shown, and why some cases cannot run."""
+
+    requirements: list[str]
+    most_ranks: int = 2
+    why_not_more: str = ""
+
+    @property
+    def package(self) -> str:
+        return self.requirements[0].partition("==")[0]
+
+
+PEERS = {
+    "torchtitan": Peer(["torchtitan==0.3.0", "triton"]),
+    # `requests`: litgpt writes its settings through an optional part of jsonargparse that needs it.
+    "litgpt": Peer(["litgpt==0.5.13", "requests"], 1, "Lightning's FSDP strategy is for GPUs alone"),
+    "transformers": Peer(["transformers==5.24.0"]),
+}
+
+
+# ---- the data
+
+
+def write_tokens(folder: Path) -> None:
+    """Write tokens of Python's standard library, and the same as rows in the order that minititan takes."""
+    texts, pieces = documents()[:DOCUMENTS], pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer: Any = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pieces
+    trainer = trainers.BpeTrainer(
+        vocab_size=common.VOCABULARY, initial_alphabet=pieces.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    ids = np.concatenate([np.array(text.ids, np.uint16) for text in tokenizer.encode_batch(texts)])
+    count = (len(ids) - 1) // common.SEQ_LEN
+    order = samples_at(np.arange(count), count, SEED) * common.SEQ_LEN
+    np.save(folder / "tokens.npy", ids)
+    np.save(folder / "rows.npy", np.stack([ids[at : at + common.SEQ_LEN + 1] for at in order.tolist()]))
+
+
+# ---- the runs
+
+
+def command(name: str, python: Path, case: Case, steps: int, folder: Path) -> list[str]:
+    words = [str(python)]
+    if case.ranks > 1:
+        words += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.ranks)]
+    if name != OURS:
+        own = ["--rows", str(folder / "rows.npy"), "--folder", str(folder / "out"), "--steps", str(steps)]
+        return [*words, str(RUNS / f"run_{name}.py"), *own, *["--compile"] * case.compiled]
+    keys = {
+        "job.dump_folder": folder / "out",
+        "data.cache_folder": folder / "cache",
+        "training.dataset_path": folder / "tokens.npy",
+        "training.local_batch_size": common.BATCH // case.ranks,
+        "training.steps": steps,
+        "compile.enable": str(case.compiled).lower(),
+    }
+    overrides = [f"--{key}={value}" for key, value in keys.items()]
+    return [*words, "-m", "minititan.train", f"--job.config_file={RUNS / 'minititan.toml'}", *overrides]
+
+
+def environment(name: str, case: Case, folder: Path) -> dict[str, str]:
+    """Return the variables of a run: the same threads for all, nothing compiled before."""
+    cores = len(os.sched_getaffinity(0))
+    found = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    found |= {
+        "OMP_NUM_THREADS": str(max(1, cores // case.ranks)),
+        "PYTHONUNBUFFERED": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled"),
+    }
+    if name == OURS:
+        found["PYTHONPATH"] = str(HERE.parent)
+    elif not case.compiled:
+        found["TORCH_COMPILE_DISABLE"] = "1"
+    if name == "torchtitan" and case.ranks == 1:  # it has no start without a launcher's variables
+        found |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        found |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    return found
+
+
+def figures(seen: Watched, case: Case) -> Json:
+    """Return a run as numbers; the ranks are the largest processes."""
+    times = [end - before for before, end in zip(seen.ends, seen.ends[1:], strict=False)][WARM_UP - 1 :]
+    peaks = sorted(seen.peaks.values(), reverse=True)[: case.ranks]
+    return {
+        "tokens_per_second": TOKENS / statistics.median(times),
+        "step_seconds": times,
+        "first_step_seconds": seen.ends[0],
+        "peak_gb": peaks[0] / 1e9,
+        "peak_gb_of_all_ranks": sum(peaks) / 1e9,
+        "parameters": seen.parameters,
+        "losses": seen.losses,
+    }
+
+
+def measure(name: str, python: Path, case: Case, steps: int, data: Path, timeout_seconds: float) -> Json:
+    with tempfile.TemporaryDirectory(prefix="peers-") as folder:
+        for file in data.iterdir():
+            Path(folder, file.name).symlink_to(file)
+        words = command(name, python, case, steps, Path(folder))
+        return figures(watch(words, environment(name, case, Path(folder)), steps, timeout_seconds), case)
+
+
+def pythons(folder: Path, names: Sequence[str], pip_words: list[str], results: Json) -> dict[str, Path]:
+    """Return the Pythons of the programs; why a peer cannot be installed goes into the results."""
+    found = {OURS: Path(sys.executable)}
+    release = version("torch").partition("+")[0]
+    for name in names:
+        if name == OURS:
+            continue
+        peer = PEERS[name]
+        try:
+            found[name] = python_of(folder, name, peer.requirements, release, pip_words)
+        except LeftOut as reason:
+            print(f"{name} is left out. {reason}", flush=True)
+            results["left_out"][name] = str(reason)
+            continue
+        results["left_out"].pop(name, None)
+        results["versions"][name] = versions_in(found[name], [peer.package, "torch"])
+    return {name: found[name] for name in names if name in found}
+
+
+def run_rounds(given: argparse.Namespace, results: Json) -> None:
+    found = pythons(given.folder, given.only, given.pip, results)
+    data = (given.folder / "data").resolve()
+    if not (data / "rows.npy").exists():
+        data.mkdir(parents=True, exist_ok=True)
+        write_tokens(data)
+    for number in range(given.rounds):
+        for key in given.cases:
+            runs = results["runs"].setdefault(key, {})
+            for name, python in found.items():
+                if name != OURS and CASES[key].ranks > PEERS[name].most_ranks:
+                    continue
+                say = f"round {number + 1} of {given.rounds}: {name}, {CASES[key].title}:"
+                try:
+                    run = measure(name, python, CASES[key], given.steps, data, given.timeout)
+                except RunFailed as reason:
+                    print(f"{say} left out: {reason}", flush=True)
+                    results["failed"][f"{name}, {CASES[key].title}"] = str(reason)
+                    continue
+                runs.setdefault(name, []).append(run)
+                text = (
+                    f"{run['tokens_per_second']:,.0f} tokens/s, first step {run['first_step_seconds']:.1f} s"
+                )
+                print(f"{say} {text}, {run['peak_gb']:.2f} GB, loss {run['losses'][-1]:.3f}", flush=True)
+                write_json(given.json, results)
+
+
+# ---- the report
+
+
+def middle(runs: Sequence[Json], key: str) -> float:
+    return statistics.median(run[key] for run in runs)
+
+
+def table(case: Case, runs: Mapping[str, list[Json]]) -> list[str]:
+    ranks = case.ranks > 1
+    memory = f"peak memory, GB{' (largest rank; all)' * ranks}"
+    lines = [
+        f"| {case.title} | tokens/s | {memory} | first step, s | loss | rounds |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, of in runs.items():
+        values: Callable[[str], list[float]] = lambda key, of=of: [run[key] for run in of]  # noqa: E731
+        memory = spread(values("peak_gb"), 2)
+        if ranks:
+            memory += f"; {middle(of, 'peak_gb_of_all_ranks'):.2f}"
+        speed, first = spread(values("tokens_per_second"), 0), spread(values("first_step_seconds"), 1)
+        loss = f"{of[-1]['losses'][-1]:.3f} at step {len(of[-1]['losses'])}"
+        lines.append(f"| {name} | {speed} | {memory} | {first} | {loss} | {len(of)} |")
+    return lines
+
+
+def goals(case: Case, runs: Mapping[str, list[Json]]) -> list[Json]:
+    """Return the ratios that have a goal; none without minititan and a peer."""
+    peers = {name: of for name, of in runs.items() if name != OURS}
+    if OURS not in runs or not peers:
+        return []
+    ours = runs[OURS]
+    best = max(peers, key=lambda name: middle(peers[name], "tokens_per_second"))
+    least = min(peers, key=lambda name: middle(peers[name], "peak_gb"))
+    rows = [
+        ("tokens/s", best, "tokens_per_second", case.speed_goal, False),
+        ("peak memory", best, "peak_gb", 0.8, True),
+    ]
+    if least != best:
+        rows.append(("peak memory", least, "peak_gb", 0.8, True))
+    if "torchtitan" in peers:
+        rows.append(("first step", "torchtitan", "first_step_seconds", 0.5, True))
+    found = []
+    for what, peer, key, goal, at_most in rows:
+        # Of the rounds that both ran: a round's runs lie closest together in time.
+        ratios = [own[key] / other[key] for own, other in zip(ours, peers[peer], strict=False)]
+        ratio = statistics.median(ratios)
+        found.append(
+            {
+                "case": case.title,
+                "what": f"{what} of {peer}" + " (the fastest)" * (peer == best and what != "first step"),
+                "ratio": ratio,
+                "ratios": ratios,
+                "goal": goal,
+                "at_most": at_most,
+                "verdict": verdict(ratio, goal, at_most=at_most),
+            }
+        )
+    return found
+
+
+def differences(case: Case, runs: Mapping[str, list[Json]]) -> list[str]:
+    """Return in what the programs did not train the same."""
+    found = []
+    counts = {name: of[-1]["parameters"] for name, of in runs.items() if of[-1]["parameters"]}
+    found += [f"{name}: {n:,} parameters" for name, n in counts.items() if n != common.PARAMETERS]
+    steps = min(len(of[-1]["losses"]) for of in runs.values())
+    losses = [of[-1]["losses"][steps - 1] for of in runs.values()]
+    if max(losses) - min(losses) > LOSS_RANGE:
+        found.append(f"losses from {min(losses):.3f} to {max(losses):.3f} at step {steps}")
+    return [f"{case.title}: {text}" for text in found]
+
+
+def report(results: Json) -> str:
+    lines = [machine_line(results["machine"])]
+    for name, versions in results["versions"].items():
+        lines.append(
+            f"{name}: " + ", ".join(f"{package} {number}" for package, number in versions.items()) + "."
+        )
+    results["goals"], results["differences"] = [], []
+    for key, case in CASES.items():
+        if runs := results["runs"].get(key):
+            lines += ["", *table(case, runs)]
+            results["goals"] += goals(case, runs)
+            results["differences"] += differences(case, runs)
+    if results["goals"]:
+        lines += ["", "| minititan against | ratio | goal | |", "|---|---|---|---|"]
+    for row in results["goals"]:
+        sign = "at most" if row["at_most"] else "at least"
+        ratios = spread(row["ratios"], 2)
+        lines.append(f"| {row['what']}, {row['case']} | {ratios} | {sign} {row['goal']} | {row['verdict']} |")
+    same = (
+        f"All have {common.PARAMETERS:,} parameters, and their losses lie within {LOSS_RANGE} of each other."
+    )
+    lines += ["", *(results["differences"] or [same])]
+    lines += [f"{name} is left out: {reason}" for name, reason in results["left_out"].items()]
+    lines += [f"{name} did not run: {reason.splitlines()[-1]}" for name, reason in results["failed"].items()]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("cases", nargs="*", choices=[[], *CASES], help="default: all")
+    parser.add_argument("--only", nargs="+", choices=[OURS, *PEERS], default=[OURS, *PEERS])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=12, help=f"of a run, {WARM_UP} of them warm-up")
+    parser.add_argument("--folder", type=Path, default=Path("outputs/peers"), help="environments and tokens")
+    parser.add_argument("--pip", nargs="+", default=[], help="more words for pip install, as an index to use")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds that a run may take")
+    parser.add_argument("--more", action="store_true", help="add to the runs that the JSON holds")
+    parser.add_argument("--report", action="store_true", help="run nothing")
+    parser.add_argument("--json", type=Path, default=Path("outputs/peers_benchmark.json"))
+    parser.add_argument("--page", type=Path, help="write the tables between their marks in this page")
+    given = parser.parse_args()
+    given.cases = given.cases or list(CASES)
+    unknown = [] if given.page is None or given.page.exists() else [f"no page {given.page}"]
+    if given.steps <= WARM_UP:
+        unknown.append(f"--steps {given.steps}: more than the {WARM_UP} of the warm-up")
+    if unknown:
+        parser.error("; ".join(unknown))
+    results: Json = {"machine": machine(), "versions": {}, "runs": {}, "left_out": {}, "failed": {}}
+    if (given.more or given.report) and given.json.exists():
+        results |= {key: json.loads(given.json.read_text())[key] for key in results if key != "machine"}
+    results["failed"] = {}
+    if not given.report:
+        run_rounds(given, results)
+    text = report(results)
+    write_json(given.json, results)
+    print(f"\n{text}")
+    if given.page is not None:
+        write_part(given.page, "python benchmarks/peers.py", "peers", text)
+
+
+if __name__ == "__main__":
+    main()
