@@ -16,6 +16,7 @@ be taken in parts; `--report` only writes what the JSON holds.
 import argparse
 import json
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -344,6 +345,7 @@ def main() -> None:
         results |= {key: json.loads(given.json.read_text())[key] for key in results if key != "machine"}
     results["failed"] = {}
     if not given.report:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run in progress is ended too
         run_rounds(given, results)
     text = report(results)
     write_json(given.json, results)
