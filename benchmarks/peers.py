@@ -14,6 +14,7 @@ be taken in parts; `--report` only writes what the JSON holds.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import signal
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from data import documents
 from peer_runs import common
 from peer_runs.environments import LeftOut, python_of, versions_in
@@ -35,6 +37,8 @@ from reports import machine, machine_line, spread, verdict, write_json, write_pa
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from minititan.data.order import samples_at
+from minititan.models.decoder import Decoder
+from minititan.models.llama3 import FLAVORS
 
 HERE = Path(__file__).resolve().parent
 RUNS = HERE / "peer_runs"
@@ -165,12 +169,20 @@ def figures(seen: Watched, case: Case) -> Json:
     }
 
 
+def own_parameters() -> int:
+    """Return the size of minititan's model, whose run does not tell it."""
+    with torch.device("meta"):
+        model = Decoder(dataclasses.replace(FLAVORS["10M"], vocab_size=common.VOCABULARY))
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 def measure(name: str, python: Path, case: Case, steps: int, data: Path, timeout_seconds: float) -> Json:
     with tempfile.TemporaryDirectory(prefix="peers-") as folder:
         for file in data.iterdir():
             Path(folder, file.name).symlink_to(file)
         words = command(name, python, case, steps, Path(folder))
-        return figures(watch(words, environment(name, case, Path(folder)), steps, timeout_seconds), case)
+        run = figures(watch(words, environment(name, case, Path(folder)), steps, timeout_seconds), case)
+    return run | {"parameters": own_parameters()} if name == OURS else run
 
 
 def pythons(folder: Path, names: Sequence[str], pip_words: list[str], results: Json) -> dict[str, Path]:
@@ -313,8 +325,11 @@ def report(results: Json) -> str:
         f"All have {common.PARAMETERS:,} parameters, and their losses lie within {LOSS_RANGE} of each other."
     )
     lines += ["", *(results["differences"] or [same])]
-    lines += [f"{name} is left out: {reason}" for name, reason in results["left_out"].items()]
-    lines += [f"{name} did not run: {reason.splitlines()[-1]}" for name, reason in results["failed"].items()]
+    if any(CASES[key].ranks > 1 for key in results["runs"]):
+        few = {name: peer for name, peer in PEERS.items() if peer.most_ranks == 1}
+        lines += [f"{name} has no run of several processes here: {few[name].why_not_more}." for name in few]
+    for what in ("left_out", "failed"):
+        lines += [f"{name}: {reason.splitlines()[-1]}" for name, reason in results[what].items()]
     return "\n".join(lines)
 
 
