@@ -4,6 +4,7 @@ It compiles the model always, unless torch is told not to (`TORCH_COMPILE_DISABL
 is not used: that needs `litdata`, which may bring a torchvision that breaks the import beside this torch.
 """
 
+import sys
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from litgpt.data import DataModule
 from torch.utils.data import DataLoader
 
 given = arguments()
+sys.argv[1:] = ["peer"]  # litgpt reads its settings again from here, for a file beside the last checkpoint
 
 
 class RowsOfTokens(DataModule):
