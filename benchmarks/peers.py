@@ -1,12 +1,12 @@
 """minititan beside what a user would pick instead: `python benchmarks/peers.py`.
 
 Each peer gets its own environment from the package index (`--folder`, made once and kept) and trains the
-same model of 10M parameters on the same tokens in the same order, in float32, with AdamW and clipping. A
-round runs every program once, one after the other, each in fresh processes, so that a machine that gets
-slower is slower for all. All are watched from outside in the same way (peer_runs/watch.py): a step ends
-when its line arrives; tokens/s come from the median step after the warm-up; memory is the resident set's
-peak as the kernel keeps it, of the largest process and of all ranks together; the first step's time counts
-from the start of the process.
+same model of 10M parameters on the same tokens in the same order, in float32, with AdamW and clipping. In a
+round each program starts in fresh processes, alone until its first step is done, and is stopped; then they
+go on in turns, a step each, so that a machine that gets slower is slower for all. All are watched from
+outside in the same way (peer_runs/watch.py): a step ends when its line arrives; tokens/s are those of the
+median step after the warm-up; memory is the resident set's peak as the kernel keeps it, of the largest
+process and of all ranks together; the first step's time counts from the start of the process.
 
 Words choose cases among `eager compiled eager-2 compiled-2` (2: two processes with FSDP), `--only` chooses
 programs. With `--more` the runs of earlier calls on this machine are kept, so that a long measurement can
@@ -14,6 +14,7 @@ be taken in parts; `--report` only writes what the JSON holds.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -21,7 +22,7 @@ import signal
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -32,7 +33,7 @@ import torch
 from data import documents
 from peer_runs import common
 from peer_runs.environments import LeftOut, python_of, versions_in
-from peer_runs.watch import RunFailed, Watched, watch
+from peer_runs.watch import Program, RunFailed
 from reports import machine, machine_line, spread, verdict, write_json, write_part
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
@@ -154,18 +155,18 @@ def environment(name: str, case: Case, folder: Path) -> dict[str, str]:
     return found
 
 
-def figures(seen: Watched, case: Case) -> Json:
+def figures(program: Program, case: Case) -> Json:
     """Return a run as numbers; the ranks are the largest processes."""
-    times = [end - before for before, end in zip(seen.ends, seen.ends[1:], strict=False)][WARM_UP - 1 :]
-    peaks = sorted(seen.peaks.values(), reverse=True)[: case.ranks]
+    times = program.seconds[WARM_UP:]
+    peaks = sorted(program.peaks.values(), reverse=True)[: case.ranks]
     return {
         "tokens_per_second": TOKENS / statistics.median(times),
         "step_seconds": times,
-        "first_step_seconds": seen.ends[0],
+        "first_step_seconds": program.seconds[0],
         "peak_gb": peaks[0] / 1e9,
         "peak_gb_of_all_ranks": sum(peaks) / 1e9,
-        "parameters": seen.parameters,
-        "losses": seen.losses,
+        "parameters": program.parameters,
+        "losses": program.losses,
     }
 
 
@@ -176,13 +177,40 @@ def own_parameters() -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def measure(name: str, python: Path, case: Case, steps: int, data: Path, timeout_seconds: float) -> Json:
-    with tempfile.TemporaryDirectory(prefix="peers-") as folder:
-        for file in data.iterdir():
-            Path(folder, file.name).symlink_to(file)
-        words = command(name, python, case, steps, Path(folder))
-        run = figures(watch(words, environment(name, case, Path(folder)), steps, timeout_seconds), case)
-    return run | {"parameters": own_parameters()} if name == OURS else run
+def take_turns(
+    case: Case, found: Mapping[str, Path], steps: int, data: Path, timeout_seconds: float
+) -> tuple[dict[str, Json], dict[str, str]]:
+    """Return a run of each program, and why others gave none.
+
+    They start one after the other, each alone to the end of its first step, and then take turns step by step.
+    """
+    runs: dict[str, Json] = {}
+    failures: dict[str, str] = {}
+    with contextlib.ExitStack() as stack:
+        programs: dict[str, Program] = {}
+        for turn in range(steps + 1):
+            for name, python in found.items():
+                if name in failures:
+                    continue
+                try:
+                    if turn == 0:
+                        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="peers-")))
+                        for file in data.iterdir():
+                            Path(folder, file.name).symlink_to(file)
+                        words = command(name, python, case, steps, folder)
+                        variables = environment(name, case, folder)
+                        programs[name] = Program(words, variables, launched=case.ranks > 1)
+                        stack.callback(programs[name].end)
+                    if turn < steps:
+                        programs[name].step(timeout_seconds)
+                    else:
+                        programs[name].finish(timeout_seconds)
+                        runs[name] = figures(programs[name], case)
+                except RunFailed as reason:
+                    failures[name] = str(reason)
+    if OURS in runs:
+        runs[OURS]["parameters"] = own_parameters()
+    return runs, failures
 
 
 def pythons(folder: Path, names: Sequence[str], pip_words: list[str], results: Json) -> dict[str, Path]:
@@ -212,23 +240,21 @@ def run_rounds(given: argparse.Namespace, results: Json) -> None:
         write_tokens(data)
     for number in range(given.rounds):
         for key in given.cases:
-            runs = results["runs"].setdefault(key, {})
-            for name, python in found.items():
-                if name != OURS and CASES[key].ranks > PEERS[name].most_ranks:
-                    continue
-                say = f"round {number + 1} of {given.rounds}: {name}, {CASES[key].title}:"
-                try:
-                    run = measure(name, python, CASES[key], given.steps, data, given.timeout)
-                except RunFailed as reason:
-                    print(f"{say} left out: {reason}", flush=True)
-                    results["failed"][f"{name}, {CASES[key].title}"] = str(reason)
-                    continue
-                runs.setdefault(name, []).append(run)
-                text = (
-                    f"{run['tokens_per_second']:,.0f} tokens/s, first step {run['first_step_seconds']:.1f} s"
-                )
-                print(f"{say} {text}, {run['peak_gb']:.2f} GB, loss {run['losses'][-1]:.3f}", flush=True)
-                write_json(given.json, results)
+            case = CASES[key]
+            able = {
+                name: at for name, at in found.items() if name == OURS or case.ranks <= PEERS[name].most_ranks
+            }
+            print(f"round {number + 1} of {given.rounds}, {case.title}: {', '.join(able)} ...", flush=True)
+            runs, failures = take_turns(case, able, given.steps, data, given.timeout)
+            for name, run in runs.items():
+                results["runs"].setdefault(key, {}).setdefault(name, []).append(run)
+                speed, first = run["tokens_per_second"], run["first_step_seconds"]
+                text = f"{speed:,.0f} tokens/s, {run['peak_gb']:.2f} GB, first step {first:.1f} s"
+                print(f"  {name}: {text}, loss {run['losses'][-1]:.3f}", flush=True)
+            for name, reason in failures.items():
+                print(f"  {name} gave no run: {reason}", flush=True)
+                results["failed"][f"{name}, {case.title}"] = reason
+            write_json(given.json, results)
 
 
 # ---- the report
@@ -238,19 +264,24 @@ def middle(runs: Sequence[Json], key: str) -> float:
     return statistics.median(run[key] for run in runs)
 
 
+def steps_of(runs: Sequence[Json]) -> list[float]:
+    """Return the seconds of the steps of all rounds."""
+    return [seconds for run in runs for seconds in run["step_seconds"]]
+
+
 def table(case: Case, runs: Mapping[str, list[Json]]) -> list[str]:
     ranks = case.ranks > 1
     memory = f"peak memory, GB{' (largest rank; all)' * ranks}"
     lines = [
-        f"| {case.title} | tokens/s | {memory} | first step, s | loss | rounds |",
+        f"| {case.title} | tokens/s, by step | {memory} | first step, s | loss | rounds |",
         "|---|---|---|---|---|---|",
     ]
     for name, of in runs.items():
-        values: Callable[[str], list[float]] = lambda key, of=of: [run[key] for run in of]  # noqa: E731
-        memory = spread(values("peak_gb"), 2)
+        speed = spread([TOKENS / seconds for seconds in steps_of(of)], 0)
+        memory = spread([run["peak_gb"] for run in of], 2)
         if ranks:
             memory += f"; {middle(of, 'peak_gb_of_all_ranks'):.2f}"
-        speed, first = spread(values("tokens_per_second"), 0), spread(values("first_step_seconds"), 1)
+        first = spread([run["first_step_seconds"] for run in of], 1)
         loss = f"{of[-1]['losses'][-1]:.3f} at step {len(of[-1]['losses'])}"
         lines.append(f"| {name} | {speed} | {memory} | {first} | {loss} | {len(of)} |")
     return lines
@@ -265,7 +296,7 @@ def goals(case: Case, runs: Mapping[str, list[Json]]) -> list[Json]:
     best = max(peers, key=lambda name: middle(peers[name], "tokens_per_second"))
     least = min(peers, key=lambda name: middle(peers[name], "peak_gb"))
     rows = [
-        ("tokens/s", best, "tokens_per_second", case.speed_goal, False),
+        ("tokens/s", best, "", case.speed_goal, False),
         ("peak memory", best, "peak_gb", 0.8, True),
     ]
     if least != best:
@@ -274,8 +305,12 @@ def goals(case: Case, runs: Mapping[str, list[Json]]) -> list[Json]:
         rows.append(("first step", "torchtitan", "first_step_seconds", 0.5, True))
     found = []
     for what, peer, key, goal, at_most in rows:
-        # Of the rounds that both ran: a round's runs lie closest together in time.
-        ratios = [own[key] / other[key] for own, other in zip(ours, peers[peer], strict=False)]
+        # By turns: what was measured close together in time is compared.
+        own, other = (
+            [run[key] for run in of] if key else [TOKENS / seconds for seconds in steps_of(of)]
+            for of in (ours, peers[peer])
+        )
+        ratios = [value / against for value, against in zip(own, other, strict=False)]
         ratio = statistics.median(ratios)
         found.append(
             {

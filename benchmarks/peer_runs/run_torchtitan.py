@@ -53,7 +53,7 @@ from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss  # n
 from torchtitan.components.metrics import MetricsProcessor  # noqa: E402
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw  # noqa: E402
 from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
-from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig  # noqa: E402
+from torchtitan.config import CommConfig, CompileConfig, ParallelismConfig, TrainingConfig  # noqa: E402
 from torchtitan.distributed import utils as dist_utils  # noqa: E402
 from torchtitan.models import llama3  # noqa: E402
 from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm  # noqa: E402
@@ -170,6 +170,7 @@ def run() -> Trainer.Config:
         parallelism=ParallelismConfig(spmd_backend="partial_dtensor" if ranks() > 1 else "spmd_types"),
         activation_checkpoint=None,
         compile=CompileConfig(enable=GIVEN.compile),
+        comm=CommConfig(init_timeout_seconds=3600),  # it may have to wait for its turn
         metrics=MetricsProcessor.Config(log_freq=1, disable_color_printing=True),
     )
 

@@ -1,5 +1,9 @@
 """A run as it looks from outside, the same for every program: when each step's line arrives, and the largest
 resident sets of its processes, which the kernel keeps (`VmHWM`). Nothing of ours runs inside.
+
+After each step the program is stopped (SIGSTOP) until its next turn. So programs can take turns step by
+step, and a machine whose speed drifts, as shared ones do by half and more within minutes, drifts for all
+alike.
 """
 
 import contextlib
@@ -10,7 +14,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 
 STEP = re.compile(r"step:?\s+(\d+)\b.*?\bloss(?: train)?:\s+([\d.]+|nan)")
@@ -19,61 +23,93 @@ LINES = 25  # of a failed run's last words
 
 
 class RunFailed(Exception):
-    """What a run that did not do its steps said last."""
+    """What a program that did not do its steps said last."""
 
 
-@dataclass
-class Watched:
-    """Seconds from the process's start to the end of each step, losses, and peaks in bytes by process."""
+class Program:
+    """A program that trains, started at once; it stands still but inside `step` and `finish`."""
 
-    ends: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    peaks: dict[int, int] = field(default_factory=dict)
-    parameters: int | None = None
+    def __init__(self, words: list[str], environment: dict[str, str], *, launched: bool) -> None:
+        """`launched`: the words start a launcher, which goes on while its ranks are stopped."""
+        self.words, self.launched = words, launched
+        self.seconds: list[float] = []  # of each step; the first from the start of the process
+        self.losses: list[float] = []
+        self.peaks: dict[int, int] = {}  # bytes, by process; not of the launcher
+        self.parameters: int | None = None
+        self._tail = deque[str](maxlen=LINES)
+        self._begin = time.perf_counter()
+        self._process = subprocess.Popen(
+            words,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        self._processes: list[int] = []
 
+    def step(self, timeout_seconds: float) -> None:
+        """Let it go on to the end of its next step; raises RunFailed where there is none."""
+        begin = time.perf_counter() if self.seconds else self._begin
+        self._signal(signal.SIGCONT)
+        with self._ended_after(timeout_seconds):
+            for line in self._process.stdout or ():
+                at = time.perf_counter()
+                self._tail.append(line.rstrip())
+                if found := PARAMETERS.search(line):
+                    self.parameters = int((found[1] or found[2]).replace(",", ""))
+                # Of ranks that all write, the first line of a step counts.
+                if (found := STEP.search(line)) and int(found[1]) == len(self.seconds) + 1:
+                    self._signal(signal.SIGSTOP)
+                    self.seconds.append(at - begin)
+                    self.losses.append(float(found[2]))
+                    self._look()
+                    return
+        raise self._failure(f"gave no step {len(self.seconds) + 1} within {timeout_seconds:.0f} s")
 
-def watch(words: list[str], environment: dict[str, str], steps: int, timeout_seconds: float) -> Watched:
-    """Run the command to its end; raises RunFailed where it did not do all steps."""
-    seen, tail = Watched(), deque[str](maxlen=LINES)
-    begin = time.perf_counter()
-    process = subprocess.Popen(
-        words,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    overdue = threading.Timer(timeout_seconds, _end, [process.pid])
-    overdue.start()
-    assert process.stdout is not None
-    try:
-        for line in process.stdout:
-            at = time.perf_counter() - begin
-            tail.append(line.rstrip())
-            _take(line, at, seen, process.pid)
-        process.wait()
-    finally:
-        late = not overdue.is_alive()
-        overdue.cancel()
-        _end(process.pid)  # what it left
-    if len(seen.ends) != steps or process.returncode:
-        why = f"took more than {timeout_seconds:.0f} s" if late else f"ended with {process.returncode}"
-        said = "\n".join(tail)
-        raise RunFailed(f"`{' '.join(words)}` {why} after {len(seen.ends)} of {steps} steps:\n{said}")
-    return seen
+    def finish(self, timeout_seconds: float) -> None:
+        """Let it go on to its end; raises RunFailed where that is no good one."""
+        self._signal(signal.SIGCONT)
+        with self._ended_after(timeout_seconds):
+            self._tail.extend(line.rstrip() for line in self._process.stdout or ())
+            self._process.wait()
+        if self._process.returncode:
+            raise self._failure("did its steps")
 
+    def end(self) -> None:
+        """End what is left of it."""
+        for process in _with_descendants(self._process.pid) if self._process.poll() is None else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
+        self._process.wait()
 
-def _take(line: str, at: float, seen: Watched, pid: int) -> None:
-    if found := PARAMETERS.search(line):
-        seen.parameters = int((found[1] or found[2]).replace(",", ""))
-    # Of ranks that all write, the first line of each step counts.
-    if (found := STEP.search(line)) and int(found[1]) == len(seen.ends) + 1:
-        seen.ends.append(at)
-        seen.losses.append(float(found[2]))
-        for process in _with_descendants(pid):
-            seen.peaks[process] = max(_peak_bytes(process), seen.peaks.get(process, 0))
+    def _look(self) -> None:
+        """Stop processes that are new, and read the peaks of all."""
+        self._processes = _with_descendants(self._process.pid)[1 if self.launched else 0 :]
+        self._signal(signal.SIGSTOP)
+        for process in self._processes:
+            self.peaks[process] = max(_peak_bytes(process), self.peaks.get(process, 0))
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, number)
+
+    @contextlib.contextmanager
+    def _ended_after(self, seconds: float) -> Iterator[None]:
+        timer = threading.Timer(seconds, self.end)
+        timer.start()
+        yield
+        timer.cancel()
+
+    def _failure(self, what: str) -> RunFailed:
+        self.end()
+        said = "\n".join(self._tail)
+        return RunFailed(
+            f"`{' '.join(self.words)}` {what}; it ended with {self._process.returncode}:\n{said}"
+        )
 
 
 def _with_descendants(pid: int) -> list[int]:
@@ -98,8 +134,3 @@ def _peak_bytes(pid: int) -> int:
         return 0
     line = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
     return 1024 * int(line[1]) if line else 0
-
-
-def _end(group: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, signal.SIGKILL)
