@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shlex
 import signal
 import statistics
 import sys
@@ -356,10 +357,9 @@ def report(results: Json) -> str:
         sign = "at most" if row["at_most"] else "at least"
         ratios = spread(row["ratios"], 2)
         lines.append(f"| {row['what']}, {row['case']} | {ratios} | {sign} {row['goal']} | {row['verdict']} |")
-    same = (
-        f"All have {common.PARAMETERS:,} parameters, and their losses lie within {LOSS_RANGE} of each other."
-    )
-    lines += ["", *(results["differences"] or [same])]
+    if any(len(runs) > 1 for runs in results["runs"].values()):
+        same = f"All have {common.PARAMETERS:,} parameters; their last losses differ by {LOSS_RANGE} at most."
+        lines += ["", *(results["differences"] or [same])]
     if any(CASES[key].ranks > 1 for key in results["runs"]):
         few = {name: peer for name, peer in PEERS.items() if peer.most_ranks == 1}
         lines += [f"{name} has no run of several processes here: {few[name].why_not_more}." for name in few]
@@ -377,7 +377,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12, help=f"of a run, {WARM_UP} of them warm-up")
     parser.add_argument("--folder", type=Path, default=Path("outputs/peers"), help="environments and tokens")
-    parser.add_argument("--pip", nargs="+", default=[], help="more words for pip install, as an index to use")
+    pip_help = "more words for pip install: --pip='--index-url ...', as for builds for CPUs alone"
+    parser.add_argument("--pip", type=shlex.split, default=[], metavar="WORDS", help=pip_help)
     parser.add_argument("--timeout", type=float, default=600, help="seconds that a run may take")
     parser.add_argument("--more", action="store_true", help="add to the runs that the JSON holds")
     parser.add_argument("--report", action="store_true", help="run nothing")
