@@ -25,6 +25,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -247,7 +248,9 @@ def run_rounds(given: argparse.Namespace, results: Json) -> None:
             }
             print(f"round {number + 1} of {given.rounds}, {case.title}: {', '.join(able)} ...", flush=True)
             runs, failures = take_turns(case, able, given.steps, data, given.timeout)
+            begun = datetime.now().isoformat(timespec="seconds")
             for name, run in runs.items():
+                run["round"] = begun
                 results["runs"].setdefault(key, {}).setdefault(name, []).append(run)
                 speed, first = run["tokens_per_second"], run["first_step_seconds"]
                 text = f"{speed:,.0f} tokens/s, {run['peak_gb']:.2f} GB, first step {first:.1f} s"
@@ -288,6 +291,15 @@ def table(case: Case, runs: Mapping[str, list[Json]]) -> list[str]:
     return lines
 
 
+def ratios_of(ours: Sequence[Json], theirs: Sequence[Json], key: str) -> list[float]:
+    """Return how many times theirs ours is, of the rounds that both ran; "step_seconds" by turns, as speeds."""
+    other = {run["round"]: run[key] for run in theirs}
+    pairs = [(run[key], other[run["round"]]) for run in ours if run["round"] in other]
+    if key != "step_seconds":
+        return [own / against for own, against in pairs]
+    return [slow / fast for own, against in pairs for fast, slow in zip(own, against, strict=False)]
+
+
 def goals(case: Case, runs: Mapping[str, list[Json]]) -> list[Json]:
     """Return the ratios that have a goal; none without minititan and a peer."""
     peers = {name: of for name, of in runs.items() if name != OURS}
@@ -297,7 +309,7 @@ def goals(case: Case, runs: Mapping[str, list[Json]]) -> list[Json]:
     best = max(peers, key=lambda name: middle(peers[name], "tokens_per_second"))
     least = min(peers, key=lambda name: middle(peers[name], "peak_gb"))
     rows = [
-        ("tokens/s", best, "", case.speed_goal, False),
+        ("tokens/s", best, "step_seconds", case.speed_goal, False),
         ("peak memory", best, "peak_gb", 0.8, True),
     ]
     if least != best:
@@ -306,12 +318,9 @@ def goals(case: Case, runs: Mapping[str, list[Json]]) -> list[Json]:
         rows.append(("first step", "torchtitan", "first_step_seconds", 0.5, True))
     found = []
     for what, peer, key, goal, at_most in rows:
-        # By turns: what was measured close together in time is compared.
-        own, other = (
-            [run[key] for run in of] if key else [TOKENS / seconds for seconds in steps_of(of)]
-            for of in (ours, peers[peer])
-        )
-        ratios = [value / against for value, against in zip(own, other, strict=False)]
+        ratios = ratios_of(ours, peers[peer], key)
+        if not ratios:
+            continue
         ratio = statistics.median(ratios)
         found.append(
             {
