@@ -292,7 +292,7 @@ def table(case: Case, runs: Mapping[str, list[Json]]) -> list[str]:
 
 
 def ratios_of(ours: Sequence[Json], theirs: Sequence[Json], key: str) -> list[float]:
-    """Return how many times theirs ours is, of the rounds that both ran; "step_seconds" by turns, as speeds."""
+    """Return ours by theirs, of the rounds that both ran; of "step_seconds" the speeds, turn by turn."""
     other = {run["round"]: run[key] for run in theirs}
     pairs = [(run[key], other[run["round"]]) for run in ours if run["round"] in other]
     if key != "step_seconds":
@@ -302,11 +302,12 @@ def ratios_of(ours: Sequence[Json], theirs: Sequence[Json], key: str) -> list[fl
 
 def goals(case: Case, runs: Mapping[str, list[Json]]) -> list[Json]:
     """Return the ratios that have a goal; none without minititan and a peer."""
-    peers = {name: of for name, of in runs.items() if name != OURS}
-    if OURS not in runs or not peers:
+    ours = runs.get(OURS, [])
+    speeds = {name: ratios_of(ours, of, "step_seconds") for name, of in runs.items() if name != OURS}
+    peers = {name: runs[name] for name, ratios in speeds.items() if ratios}
+    if not peers:
         return []
-    ours = runs[OURS]
-    best = max(peers, key=lambda name: middle(peers[name], "tokens_per_second"))
+    best = min(peers, key=lambda name: statistics.median(speeds[name]))
     least = min(peers, key=lambda name: middle(peers[name], "peak_gb"))
     rows = [
         ("tokens/s", best, "step_seconds", case.speed_goal, False),
@@ -319,8 +320,6 @@ def goals(case: Case, runs: Mapping[str, list[Json]]) -> list[Json]:
     found = []
     for what, peer, key, goal, at_most in rows:
         ratios = ratios_of(ours, peers[peer], key)
-        if not ratios:
-            continue
         ratio = statistics.median(ratios)
         found.append(
             {
