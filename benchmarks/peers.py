@@ -17,12 +17,14 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import shlex
 import signal
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -180,39 +182,43 @@ def own_parameters() -> int:
 
 
 def take_turns(
-    case: Case, found: Mapping[str, Path], steps: int, data: Path, timeout_seconds: float
+    case: Case, found: Mapping[str, Path], data: Path, given: argparse.Namespace
 ) -> tuple[dict[str, Json], dict[str, str]]:
     """Return a run of each program, and why others gave none.
 
-    They start one after the other, each alone to the end of its first step, and then take turns step by step.
+    They start one after the other, each alone to the end of its first step, and then take turns step by step,
+    until they have done their steps or the time of a round is over.
     """
-    runs: dict[str, Json] = {}
+    programs: dict[str, Program] = {}
     failures: dict[str, str] = {}
+    over = time.monotonic() + given.seconds
     with contextlib.ExitStack() as stack:
-        programs: dict[str, Program] = {}
-        for turn in range(steps + 1):
-            for name, python in found.items():
-                if name in failures:
-                    continue
-                try:
-                    if turn == 0:
-                        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="peers-")))
-                        for file in data.iterdir():
-                            Path(folder, file.name).symlink_to(file)
-                        words = command(name, python, case, steps, folder)
-                        variables = environment(name, case, folder)
-                        programs[name] = Program(words, variables, launched=case.ranks > 1)
-                        stack.callback(programs[name].end)
-                    if turn < steps:
-                        programs[name].step(timeout_seconds)
-                    else:
-                        programs[name].finish(timeout_seconds)
-                        runs[name] = figures(programs[name], case)
-                except RunFailed as reason:
-                    failures[name] = str(reason)
+        for name, python in found.items():
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="peers-")))
+            for file in data.iterdir():
+                Path(folder, file.name).symlink_to(file)
+            words = command(name, python, case, given.steps + 1, folder)  # what comes after is left out
+            programs[name] = Program(words, environment(name, case, folder), launched=case.ranks > 1)
+            stack.callback(programs[name].end)
+            attempt(name, programs, failures, given.timeout)
+        for turn in range(1, given.steps):
+            if turn > WARM_UP + 1 and time.monotonic() > over:
+                break
+            for name in list(programs):
+                attempt(name, programs, failures, given.timeout)
+        runs = {name: figures(program, case) for name, program in programs.items()}
     if OURS in runs:
         runs[OURS]["parameters"] = own_parameters()
     return runs, failures
+
+
+def attempt(name: str, programs: dict[str, Program], failures: dict[str, str], timeout: float) -> None:
+    """Let a program do a step; one that cannot is left out of what comes."""
+    try:
+        programs[name].step(timeout)
+    except RunFailed as reason:
+        failures[name] = str(reason)
+        del programs[name]
 
 
 def pythons(folder: Path, names: Sequence[str], pip_words: list[str], results: Json) -> dict[str, Path]:
@@ -247,7 +253,7 @@ def run_rounds(given: argparse.Namespace, results: Json) -> None:
                 name: at for name, at in found.items() if name == OURS or case.ranks <= PEERS[name].most_ranks
             }
             print(f"round {number + 1} of {given.rounds}, {case.title}: {', '.join(able)} ...", flush=True)
-            runs, failures = take_turns(case, able, given.steps, data, given.timeout)
+            runs, failures = take_turns(case, able, data, given)
             begun = datetime.now().isoformat(timespec="seconds")
             for name, run in runs.items():
                 run["round"] = begun
@@ -384,10 +390,12 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=[OURS, *PEERS], default=[OURS, *PEERS])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12, help=f"of a run, {WARM_UP} of them warm-up")
+    seconds_help = "a round gives no further turn after so long (default: no limit)"
+    parser.add_argument("--seconds", type=float, default=math.inf, help=seconds_help)
     parser.add_argument("--folder", type=Path, default=Path("outputs/peers"), help="environments and tokens")
     pip_help = "more words for pip install: --pip='--index-url ...', as for builds for CPUs alone"
     parser.add_argument("--pip", type=shlex.split, default=[], metavar="WORDS", help=pip_help)
-    parser.add_argument("--timeout", type=float, default=600, help="seconds that a run may take")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds that a step may take")
     parser.add_argument("--more", action="store_true", help="add to the runs that the JSON holds")
     parser.add_argument("--report", action="store_true", help="run nothing")
     parser.add_argument("--json", type=Path, default=Path("outputs/peers_benchmark.json"))

@@ -27,7 +27,7 @@ class RunFailed(Exception):
 
 
 class Program:
-    """A program that trains, started at once; it stands still but inside `step` and `finish`."""
+    """A program that trains, started at once; it stands still but inside `step`."""
 
     def __init__(self, words: list[str], environment: dict[str, str], *, launched: bool) -> None:
         """`launched`: the words start a launcher, which goes on while its ranks are stopped."""
@@ -67,15 +67,6 @@ class Program:
                     self._look()
                     return
         raise self._failure(f"gave no step {len(self.seconds) + 1} within {timeout_seconds:.0f} s")
-
-    def finish(self, timeout_seconds: float) -> None:
-        """Let it go on to its end; raises RunFailed where that is no good one."""
-        self._signal(signal.SIGCONT)
-        with self._ended_after(timeout_seconds):
-            self._tail.extend(line.rstrip() for line in self._process.stdout or ())
-            self._process.wait()
-        if self._process.returncode:
-            raise self._failure("did its steps")
 
     def end(self) -> None:
         """End what is left of it."""
