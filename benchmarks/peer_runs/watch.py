@@ -47,7 +47,7 @@ class Program:
             errors="replace",
             start_new_session=True,
         )
-        self._processes: list[int] = []
+        self._processes: dict[int, int] = {}  # when each was started, by its id
 
     def step(self, timeout_seconds: float) -> None:
         """Let it go on to the end of its next step; raises RunFailed where there is none."""
@@ -70,30 +70,35 @@ class Program:
 
     def end(self) -> None:
         """End what is left of it."""
-        for process in _with_descendants(self._process.pid) if self._process.poll() is None else ():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+        if self._process.poll() is None:
+            self._processes |= _with_descendants(self._process.pid)
         self._signal(signal.SIGKILL)
         self._process.wait()
 
     def _look(self) -> None:
         """Stop processes that are new, and read the peaks of all."""
-        self._processes = _with_descendants(self._process.pid)[1 if self.launched else 0 :]
+        self._processes = _with_descendants(self._process.pid)
+        if self.launched:
+            del self._processes[self._process.pid]
         self._signal(signal.SIGSTOP)
         for process in self._processes:
             self.peaks[process] = max(_peak_bytes(process), self.peaks.get(process, 0))
 
     def _signal(self, number: signal.Signals) -> None:
-        for process in self._processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, number)
+        for process, started in self._processes.items():
+            # An id may be another process's by now.
+            if (found := _parent_and_start(process)) and found[1] == started:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, number)
 
     @contextlib.contextmanager
     def _ended_after(self, seconds: float) -> Iterator[None]:
         timer = threading.Timer(seconds, self.end)
         timer.start()
-        yield
-        timer.cancel()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def _failure(self, what: str) -> RunFailed:
         self.end()
@@ -103,19 +108,26 @@ class Program:
         )
 
 
-def _with_descendants(pid: int) -> list[int]:
+def _with_descendants(pid: int) -> dict[int, int]:
+    """Return when each of these processes was started, by its id."""
+    every = {int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()}
+    known = {process: found for process in every if (found := _parent_and_start(process))}
     children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:  # it has ended
-                continue
-            children.setdefault(parent, []).append(int(entry.name))
-    found = [pid]
-    for process in found:
-        found.extend(children.get(process, []))
-    return found
+    for process, (parent, _) in known.items():
+        children.setdefault(parent, []).append(process)
+    family = [pid]
+    for process in family:
+        family.extend(children.get(process, []))
+    return {process: known[process][1] for process in family if process in known}
+
+
+def _parent_and_start(pid: int) -> tuple[int, int] | None:
+    """Return a process's parent and when it was started; None: it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return int(fields[1]), int(fields[19])
 
 
 def _peak_bytes(pid: int) -> int:
