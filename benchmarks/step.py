@@ -1,6 +1,6 @@
 """A training step beside its limit: `python benchmarks/step.py`, or with some of `limit phases tp layouts`.
 
-- `limit`: the step's matrix products and attention kernels alone, on copies of their own inputs, the trainer's
+- `limit`: the step's matrix products and attention kernels alone, on copies of their inputs, the trainer's
   step, and a bare loop of the same modules, in turn; eager and compiled.
 - `phases`: where the host's time of a step goes.
 - `tp`: a step on two tensor-parallel ranks against its computation (collectives left out) and its collectives
