@@ -56,20 +56,31 @@ def muon(
     steps: int,
     adjust: AdjustLR,
     dtype: torch.dtype,
+    left_out: Tensor | None = None,
 ) -> None:
-    """Update matrices, DTensors or not, and their momenta in place; every rank that shares one takes part."""
+    """Update matrices, DTensors or not, and their momenta in place; every rank that shares one takes part.
+
+    `left_out`, on the device: 1 where they are to stay as they are.
+    """
     for parameter, buffer in zip(parameters, momenta, strict=True):
+        before = None if left_out is None else [_local(x).clone() for x in (parameter, buffer)]
         gradient = parameter.grad.to(buffer.dtype)
         buffer.lerp_(gradient, 1 - momentum)
         update: Any = gradient.lerp(buffer, momentum)  # Nesterov's
-        local = parameter
+        local = _local(parameter)
         if isinstance(parameter, DTensor):
-            local = parameter.to_local()
             update = update.to_local() if _has_whole_matrices(parameter) else update.full_tensor()
         own = orthogonalize(update, steps, dtype)
         own = own if own.shape == local.shape else _own_part(own, parameter)
         local.mul_(1 - lr * weight_decay)
         local.add_(own, alpha=-adjusted_lr(lr, adjust, parameter.shape))
+        if left_out is not None and before is not None:
+            for tensor, old in zip((local, _local(buffer)), before, strict=True):
+                tensor.copy_(torch.where(left_out > 0, old, tensor))
+
+
+def _local(tensor: Any) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _has_whole_matrices(parameter: DTensor) -> bool:
