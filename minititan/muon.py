@@ -11,11 +11,13 @@ where a rank's shard is some of them whole, nothing is gathered.
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 AdjustLR = Literal["match_rms_adamw", "original"]
@@ -92,7 +94,10 @@ def _own_part(full: Tensor, parameter: Tensor) -> Tensor:
     """Return the part of `full` that this rank holds of the parameter."""
     if not isinstance(parameter, DTensor):
         return full
-    shape, offset = compute_local_shape_and_global_offset(
-        full.shape, parameter.device_mesh, parameter.placements
-    )
-    return full[tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))]
+    return full[_own_slices(full.shape, parameter.device_mesh, parameter.placements)]
+
+
+@cache
+def _own_slices(whole: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[slice, ...]:
+    shape, offset = compute_local_shape_and_global_offset(whole, mesh, placements)
+    return tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))
