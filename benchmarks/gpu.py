@@ -1,4 +1,4 @@
-"""What one GPU does: `python benchmarks/gpu.py`, or with names of rows only those; `--on-cpu` tries the script.
+"""What one GPU does: `python benchmarks/gpu.py`, or with names of rows only those; `--on-cpu` tries it.
 
 Each row is a model in bfloat16, compiled, in a process of its own: tokens/s and MFU (medians of groups of
 steps, the host waiting only between groups), memory, what a save in the background costs, and from a trace
@@ -23,7 +23,7 @@ from reports import machine, machine_line, spread, verdict, write_json, write_pa
 from scaling import begun
 from torch.profiler import ProfilerActivity, profile
 
-from minititan.distributed import GIB, device_memory, reset_device_memory
+from minititan.distributed import device_memory, reset_device_memory
 from minititan.resume import Progress
 from minititan.train import Trainer
 
