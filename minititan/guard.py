@@ -148,7 +148,8 @@ class Guard:
         )
 
     def state(self) -> dict[str, Any]:
-        """Return what a restart needs, as JSON."""
+        """Return what a restart needs, as JSON; of a late guard, once all is settled."""
+        assert self._open is None, "a step of which it is not known whether it counts"
         scale = {} if self.scale is None else {"loss_scale": self.scale.state()}
         return {
             "skipped_steps": self.skipped,
