@@ -32,8 +32,6 @@ from probes import on_ranks
 from reports import machine, machine_line, spread, verdict, write_json, write_part
 from scaling import begun
 
-from minititan.train import Trainer
-
 Keys = dict[str, str]
 MB = 1e6
 COMMAND = "python benchmarks/growth.py"
@@ -86,14 +84,13 @@ def reset_peak() -> None:
 
 
 @contextmanager
-def counted(trainer: Trainer, found: dict[int, int]) -> Iterator[None]:
-    """Put into `found` what autograd keeps by address, parameters left out."""
-    parameters = {p.untyped_storage().data_ptr() for part in trainer.parts for p in part.parameters()}
+def counted(found: dict[int, int]) -> Iterator[None]:
+    """Put into `found` what autograd keeps by address, parameters left out, gathered ones too."""
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            found[storage.data_ptr()] = storage.nbytes()
+        base = tensor if tensor._base is None else tensor._base
+        if not (base.is_leaf and base.requires_grad):
+            found[base.untyped_storage().data_ptr()] = base.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -111,7 +108,7 @@ def measure_in_rank(rank: int, world: int, keys: Keys, folder: str) -> Point:
         seconds.append(time.perf_counter() - begin)
     peak = resident("VmHWM") - before
     kept: dict[int, int] = {}
-    with counted(trainer, kept):
+    with counted(kept):
         trainer.step(batches)
     local = [getattr(x, "to_local", lambda x=x: x)() for x in trainer.checkpoints.tensors().values()]
     training, flops = trainer.config.training, trainer.metrics.flops_per_token or 0.0
@@ -358,7 +355,7 @@ def many_steps(folder: str) -> tuple[str, Any]:
             "metrics.log_freq": "10",
             "metrics.enable_tensorboard": "true",
             "validation.enable": "true",
-            "validation.holdout": "0.05",
+            "validation.dataset_path": f"{folder}/text.txt",
             "validation.freq": "100",
             "validation.steps": "2",
             "validation.seq_len": "32",

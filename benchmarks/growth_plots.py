@@ -1,5 +1,6 @@
 """The pictures of benchmarks/growth.py: what was measured as points, what theory says as lines."""
 
+import statistics
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -26,7 +27,7 @@ def panels(count: int) -> tuple[Any, Sequence[Any]]:
 
 def points(axis: Any, x: Sequence[float], values: Sequence[Sequence[float]], label: str) -> None:
     """Medians with a bar from the least to the most."""
-    middle = [sorted(of)[len(of) // 2] for of in values]
+    middle = [statistics.median(of) for of in values]
     below = [m - min(of) for m, of in zip(middle, values, strict=True)]
     above = [max(of) - m for m, of in zip(middle, values, strict=True)]
     axis.errorbar(x, middle, yerr=[below, above], fmt="o", color=BLUE, capsize=3, label=label)

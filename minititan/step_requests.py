@@ -36,6 +36,11 @@ class StepRequests:
         self.save = False
         self.save_has_failed = False
 
+    @property
+    def are_open(self) -> bool:
+        """Whether there is something to be done."""
+        return self.save or self.save_has_failed or self.stop is not None
+
     def begin_step(self) -> None:
         """Forget what was to be done after the last step."""
         self.save = self.save_has_failed = False

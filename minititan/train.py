@@ -31,6 +31,7 @@ from minititan.distributed import (
     set_determinism,
     set_timeout,
     shutdown,
+    to_device,
     world_size_from_env,
 )
 from minititan.gradients import clip_gradients, finish_gradients, gradient_norm, unscale_gradients
@@ -155,7 +156,7 @@ class Trainer:
         """Take one optimizer step on the next global batch; `batches` yields this rank's micro-batches."""
         with self.metrics.data_loading():
             count = self.job.layout.accumulation_steps(self.steps_done + 1)
-            whole = [self.to_device(next(batches)) for _ in range(count)]
+            whole = [to_device(next(batches), self.device) for _ in range(count)]
         micro_batches = [self.own_part(batch) for batch in whole]
         group = self.meshes.loss_group
         labels = torch.stack([(batch["labels"] != IGNORED).sum() for batch in micro_batches]).sum()
@@ -214,11 +215,6 @@ class Trainer:
                 (loss / labels).backward()
             total = total + loss.detach()
         return total
-
-    def to_device(self, batch: Batch) -> Batch:
-        if self.device.type == "cuda":  # the host waits for copies of other memory
-            batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
-        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
 
     def lr_factor(self, step: int) -> float:
         section = self.config.lr_scheduler
@@ -301,8 +297,7 @@ class Trainer:
     def after_step(self) -> None:
         """Validate and save where the step just done asks for it."""
         step, loss = self.steps_done, None
-        asked = self.requests.save or self.requests.save_has_failed or self.requests.stop is not None
-        if self.validation_due(step) or self.saves.due(step, self.last_step, asked):
+        if self.validation_due(step) or self.saves.due(step, self.last_step, self.requests.are_open):
             self.guard.settle()  # nothing is done with a step of which it is not known whether it counts
         stop = self.requests.stop
         last, stopping = step == self.last_step, stop is not None
