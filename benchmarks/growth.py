@@ -348,7 +348,8 @@ def many_steps(folder: str) -> tuple[str, Any]:
     ]
     data = {}
     for name, world, mode in RUNS:
-        keys = model(64, 2, 32, 4) | {
+        keys = model(64, 1, 32, 4) | {
+            "parallelism.fsdp_reshard_after_forward": "never",
             "training.steps": str(STEPS),
             "training.local_batch_size": str(4 // world),
             "parallelism.data_parallel_shard_degree": str(world),
