@@ -47,7 +47,7 @@ def objects_over_steps(
         def counted() -> None:
             after_step()
             if leak:
-                leaked += [[], []]
+                leaked.extend(([], []))
             if trainer.steps_done % EVERY == 0:
                 gc.collect(1)  # as the run does itself, so that what only a full collection finds counts
                 counts[trainer.steps_done] = len(gc.get_objects())
