@@ -30,9 +30,7 @@ KEYS: Overrides = {
     "checkpoint.interval": "10",
     "checkpoint.keep_latest_k": "2",
 }
-# With logs at each step, a validation and a save at each tenth, it is one object a step; the long form, which
-# logs at each tenth and saves at each hundredth, has a tenth of that.
-FROM, TO, EVERY, ALLOWED = 50, 140, 10, 120
+FROM, TO, EVERY, ALLOWED = 50, 140, 10, 9  # one object in ten steps
 
 
 def objects_over_steps(
@@ -47,7 +45,7 @@ def objects_over_steps(
         def counted() -> None:
             after_step()
             if leak:
-                leaked.extend(([], []))
+                leaked.append([])
             if trainer.steps_done % EVERY == 0:
                 gc.collect(1)  # as the run does itself, so that what only a full collection finds counts
                 counts[trainer.steps_done] = len(gc.get_objects())
@@ -67,6 +65,6 @@ def test_objects_do_not_grow(late, tmp_path, token_cache):
     assert growth(counts) <= ALLOWED, counts
 
 
-def test_two_objects_a_step_more_would_be_seen(tmp_path, token_cache):
+def test_one_object_a_step_would_be_seen(tmp_path, token_cache):
     counts = run_ranks(objects_over_steps, 1, tmp_path, token_cache, False, True)[0]
     assert growth(counts) > ALLOWED, counts
