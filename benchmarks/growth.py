@@ -276,8 +276,8 @@ def ranks(folder: str) -> tuple[str, Any]:
     block, cores = 12 * width**2, machine()["cores"]
     rows = [
         "| ranks | state of a rank (MB) | 12 B x parameters / ranks (MB) | kept by autograd (MB) "
-        "| peak of a rank (MB) | state + gradients + kept + gathered (MB) | residual | time (s, range) "
-        "| ideal on these cores (s) |",
+        "| peak of a rank (MB) | state + gradients + kept + gathered + a constant (MB) | residual "
+        "| time (s, range) | ideal on these cores (s) |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     theory, states, kepts = [], [], []
@@ -288,14 +288,18 @@ def ranks(folder: str) -> tuple[str, Any]:
         # Of FSDP: two units' parameters gathered, and one unit's gradients not yet scattered.
         gathered = 0 if n == 1 else 3 * 4 * block
         theory.append(WITH_GRADIENT * whole / n + first[1] + gathered)
-        ideal = times[0] / min(n, cores)
+    base = statistics.mean(peak - value for peak, value in zip(peaks, theory, strict=True))
+    for index, n in enumerate(RANKS):
+        ideal, value = times[0] / min(n, cores), theory[index] + base
         rows.append(
-            f"| {n} | {first[0] / MB:.1f} | {STATE * whole / n / MB:.1f} | {first[1] / MB:.0f} "
-            f"| {peaks[index] / MB:.0f} | {theory[-1] / MB:.0f} | {peaks[index] / theory[-1] - 1:+.1%} "
+            f"| {n} | {states[index] / MB:.1f} | {STATE * whole / n / MB:.1f} | {kepts[index] / MB:.0f} "
+            f"| {peaks[index] / MB:.0f} | {value / MB:.0f} | {peaks[index] / value - 1:+.1%} "
             f"| {spread(seconds_of(runs[index]), 3)} | {ideal:.3f} ({times[index] / ideal:.2f} x) |"
         )
+    rows.append(f"\nThe constant, a mean: {base / MB:.0f} MB.")
     data = {
         "ranks": RANKS,
+        "base": base,
         "cores": cores,
         "parameters": whole,
         "state": states,

@@ -98,12 +98,13 @@ def plot_ranks(data: Mapping[str, Any], path: Path) -> None:
     gradients = [4 * data["parameters"] / n / MB for n in ranks]
     kept = [value / MB for value in data["kept"]]
     gathered = [t / MB - s - g - k for t, s, g, k in zip(data["theory"], state, gradients, kept, strict=True)]
-    bottom = [0.0] * len(ranks)
+    base, bottom = [data["base"] / MB] * len(ranks), [0.0] * len(ranks)
     for values, color, label in (
         (state, "#9dbfe3", "parameters and moments / ranks"),
         (gradients, "#f3c49b", "gradients / ranks"),
         (kept, "#b9dcbf", "kept by autograd"),
-        (gathered, "#cccccc", "gathered units"),
+        (gathered, "#b59acb", "gathered units"),
+        (base, "#dddddd", "a constant of a process (fit)"),
     ):
         right.bar(places, values, 0.55, bottom=bottom, color=color, label=label)
         bottom = [a + b for a, b in zip(bottom, values, strict=True)]
