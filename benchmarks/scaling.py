@@ -81,10 +81,10 @@ def degrees(**values: int) -> Keys:
     return keys | {"training.local_batch_size": str(BATCH // of_data)}
 
 
-def begun(world: int, keys: Keys, folder: str) -> tuple[Trainer, Iterator[Any]]:
+def begun(world: int, keys: Keys, folder: str, base: Keys = KEYS) -> tuple[Trainer, Iterator[Any]]:
     """The trainer of a run after its first step, and its batches; every rank must call it."""
     file = Path(folder, "run.toml")
-    words = {"job.dump_folder": f"{folder}/out", "data.cache_folder": f"{folder}/tokens"} | KEYS | keys
+    words = {"job.dump_folder": f"{folder}/out", "data.cache_folder": f"{folder}/tokens"} | base | keys
     words |= {"training.dataset_path": f"{folder}/text.txt"}
     arguments = [f"--job.config_file={file}", *(f"--{key}={value}" for key, value in words.items())]
     with contextlib.redirect_stdout(io.StringIO()):

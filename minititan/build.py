@@ -146,9 +146,11 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
     return getattr(torch, config.training.dtype)
 
 
-def guard_of(config: Config, say: Callable[[str], None]) -> Guard:
+def guard_of(config: Config, device: torch.device, say: Callable[[str], None]) -> Guard:
     debug, training = config.debug, config.training
     scaled = training.mixed_precision_param == "float16"
+    # Of Adam's forms the fused one alone can leave an update out on the device.
+    gated = config.optimizer.implementation == "fused" and not training.enable_cpu_offload
     return Guard(
         debug.nan_policy,
         debug.max_skipped_in_a_row,
@@ -157,6 +159,7 @@ def guard_of(config: Config, say: Callable[[str], None]) -> Guard:
         config.fault,
         say,
         LossScale(training.loss_scale_init, training.loss_scale_growth_interval) if scaled else None,
+        late=device.type == "cuda" and gated and not scaled,
     )
 
 

@@ -12,7 +12,7 @@ import os
 import platform
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,6 +22,7 @@ from typing import NoReturn
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from minititan.config import ConfigError, RankFault
@@ -193,6 +194,13 @@ def _usable_cores() -> int:
     except OSError:
         return cores
     return cores if quota == "max" else min(cores, max(1, math.ceil(int(quota) / int(period))))
+
+
+def to_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Return tensors of the host on the device, where the host does not wait for them to arrive."""
+    if device.type == "cuda":  # for copies from memory that is not pinned it would wait
+        tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
 
 
 def computes_bfloat16(device: torch.device) -> bool:

@@ -11,11 +11,13 @@ where a rank's shard is some of them whole, nothing is gathered.
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 AdjustLR = Literal["match_rms_adamw", "original"]
@@ -56,20 +58,31 @@ def muon(
     steps: int,
     adjust: AdjustLR,
     dtype: torch.dtype,
+    left_out: Tensor | None = None,
 ) -> None:
-    """Update matrices, DTensors or not, and their momenta in place; every rank that shares one takes part."""
+    """Update matrices, DTensors or not, and their momenta in place; every rank that shares one takes part.
+
+    `left_out`, on the device: 1 where they are to stay as they are.
+    """
     for parameter, buffer in zip(parameters, momenta, strict=True):
+        before = None if left_out is None else [_local(x).clone() for x in (parameter, buffer)]
         gradient = parameter.grad.to(buffer.dtype)
         buffer.lerp_(gradient, 1 - momentum)
         update: Any = gradient.lerp(buffer, momentum)  # Nesterov's
-        local = parameter
+        local = _local(parameter)
         if isinstance(parameter, DTensor):
-            local = parameter.to_local()
             update = update.to_local() if _has_whole_matrices(parameter) else update.full_tensor()
         own = orthogonalize(update, steps, dtype)
         own = own if own.shape == local.shape else _own_part(own, parameter)
         local.mul_(1 - lr * weight_decay)
         local.add_(own, alpha=-adjusted_lr(lr, adjust, parameter.shape))
+        if left_out is not None and before is not None:
+            for tensor, old in zip((local, _local(buffer)), before, strict=True):
+                tensor.copy_(torch.where(left_out > 0, old, tensor))
+
+
+def _local(tensor: Any) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _has_whole_matrices(parameter: DTensor) -> bool:
@@ -81,7 +94,10 @@ def _own_part(full: Tensor, parameter: Tensor) -> Tensor:
     """Return the part of `full` that this rank holds of the parameter."""
     if not isinstance(parameter, DTensor):
         return full
-    shape, offset = compute_local_shape_and_global_offset(
-        full.shape, parameter.device_mesh, parameter.placements
-    )
-    return full[tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))]
+    return full[_own_slices(full.shape, parameter.device_mesh, parameter.placements)]
+
+
+@cache
+def _own_slices(whole: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[slice, ...]:
+    shape, offset = compute_local_shape_and_global_offset(whole, mesh, placements)
+    return tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))

@@ -95,6 +95,9 @@ def _is_matrix(key: str, parameter: Tensor) -> bool:
 class GroupedOptimizer(torch.optim.Optimizer):
     """Groups of parameters, each with the algorithm of its rule."""
 
+    # On the device, 1 where `step` is to change nothing, which the host need not know; Adam must be fused.
+    left_out: Tensor | None = None
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Update every parameter that has a gradient; every rank must call it, without a closure."""
@@ -105,9 +108,9 @@ class GroupedOptimizer(torch.optim.Optimizer):
             if group["name"] == "Muon":
                 momenta = [state["momentum_buffer"] for state in states]
                 shared = {key: group[key] for key in ("lr", "weight_decay")}
-                muon(parameters, momenta, **shared, **group["muon"])
+                muon(parameters, momenta, **shared, **group["muon"], left_out=self.left_out)
             elif parameters:
-                _adam(parameters, states, group)
+                _adam(parameters, states, group, self.left_out)
 
 
 def build_optimizer(
@@ -185,7 +188,12 @@ def _nearest(pattern: str, names: Sequence[str] | Mapping[str, Any]) -> str:
     return f'["{pattern}"]: must match a parameter\'s name; nearest: {near}'
 
 
-def _adam(parameters: Sequence[Any], states: Sequence[dict[str, Any]], group: Mapping[str, Any]) -> None:
+def _adam(
+    parameters: Sequence[Any],
+    states: Sequence[dict[str, Any]],
+    group: Mapping[str, Any],
+    left_out: Tensor | None,
+) -> None:
     """Adam or AdamW by torch's functional form, on local tensors: the parameters may be on several meshes."""
     values, gradients = [_local(p) for p in parameters], [_local(p.grad) for p in parameters]
     moments = [[_local(state[key]) for state in states] for key in ("exp_avg", "exp_avg_sq")]
@@ -210,6 +218,7 @@ def _adam(parameters: Sequence[Any], states: Sequence[dict[str, Any]], group: Ma
         weight_decay=group["weight_decay"],
         eps=group["eps"],
         maximize=False,
+        found_inf=left_out,
     )
     if wide:
         for parameter, value in zip(parameters, values, strict=True):

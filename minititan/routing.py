@@ -66,9 +66,9 @@ class StepRouters:
             self.record.loss_weight = loss_weight
 
     @torch.no_grad()
-    def correct(self) -> None:
+    def correct(self, left_out: Tensor | None = None) -> None:
         """Move the correction biases, in place: down for experts of more tokens than the mean, else up
-        (arXiv:2408.15664).
+        (arXiv:2408.15664). `left_out`, on the device: 1 where they are to stay as they are.
         """
         if not any(router.correction_speed for router in self.routers.values()):
             return
@@ -77,6 +77,7 @@ class StepRouters:
             bias: Any = router.e_score_correction_bias
             if bias is not None:
                 step = (counts.mean() - counts).sign() * router.correction_speed
+                step = step if left_out is None else step * (1 - left_out)
                 local = bias.to_local() if isinstance(bias, DTensor) else bias
                 local += step.to(local.device, local.dtype)
 

@@ -36,6 +36,7 @@ from minititan.distributed import (
     set_determinism,
     set_timeout,
     shutdown,
+    to_device,
     world_size_from_env,
 )
 from minititan.gradients import clip_gradients, finish_gradients, gradient_norm, unscale_gradients
@@ -94,7 +95,7 @@ class Trainer:
         self.pipeline = build.pipeline_of(run, self.meshes, parts, self.device)
         self.routers = StepRouters(self.parts, self.meshes.token_groups, self.meshes.pipeline_group)
         self.optimizer = build.optimizer_of(run, self.parameters, self.device)
-        self.guard = build.guard_of(run.config, self.say)
+        self.guard = build.guard_of(run.config, self.device, self.say)
         self.checkpoints = Checkpoints(
             run, place, self.parameters, self.optimizer, self.loader, self.guard, self.say
         )
@@ -160,7 +161,7 @@ class Trainer:
         """Take one optimizer step on the next global batch; `batches` yields this rank's micro-batches."""
         with self.metrics.data_loading():
             count = self.job.layout.accumulation_steps(self.steps_done + 1)
-            whole = [self.to_device(next(batches)) for _ in range(count)]
+            whole = [to_device(next(batches), self.device) for _ in range(count)]
         micro_batches = [self.own_part(batch) for batch in whole]
         group = self.meshes.loss_group
         labels = torch.stack([(batch["labels"] != IGNORED).sum() for batch in micro_batches]).sum()
@@ -177,17 +178,18 @@ class Trainer:
             unscale_gradients(parameters, scale.value)
         norm = gradient_norm(parameters, self.meshes.pipeline_group)
         factor = self.lr_factor(self.steps_done)
-        asked = self.requests.on_any_rank
-        if self.guard.allows(step, loss, labels, norm, self.parameters, group, asked):
+        if self.guard.allows(step, loss, labels, norm, self.parameters, group, self.requests):
             clip_gradients(parameters, norm, self.config.training.max_norm)
             set_lr_factor(self.optimizer, factor)
+            self.optimizer.left_out = self.guard.left_out
             self.optimizer.step()
-            self.routers.correct()
+            self.routers.correct(self.guard.left_out)
         self.optimizer.zero_grad()
 
         self.steps_done = self.status.step = step
         self.tokens_seen += self.job.layout.batch_sizes.at(step) * self.config.training.seq_len
         if self.metrics.due(step):
+            self.guard.settle()
             self.log(loss, own_labels, labels, norm, self.config.optimizer.lr * factor, whole)
 
     def forward_backward(self, micro_batches: list[Batch], labels: Tensor) -> Tensor:
@@ -218,9 +220,6 @@ class Trainer:
                 (loss / labels).backward()
             total = total + loss.detach()
         return total
-
-    def to_device(self, batch: Batch) -> Batch:
-        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
 
     def lr_factor(self, step: int) -> float:
         section = self.config.lr_scheduler
@@ -279,7 +278,7 @@ class Trainer:
         gc.disable()  # a collection at a random moment on one rank makes all ranks wait: all collect together
         batches = iter(self.loader)
         # A signal may have come before the first step.
-        self.requests.on_any_rank([torch.zeros((), dtype=torch.bool, device=self.device)])
+        self.requests.agree_now(self.device)
         with build.profiler_of(self.job, self.place, self.metrics, self.steps_done) as profiler:
             first = self.steps_done + 1
             while self.steps_done < self.last_step and not self.requests.stop:
@@ -290,6 +289,7 @@ class Trainer:
                 if self.steps_done % self.config.training.gc_freq == 0:
                     gc.collect(1)
                 self.after_step()
+        self.guard.settle()
         gc.enable()
         self.metrics.close()
         seconds, finished = time.perf_counter() - begin, self.steps_done == self.last_step
@@ -301,7 +301,10 @@ class Trainer:
 
     def after_step(self) -> None:
         """Validate and save where the step just done asks for it."""
-        step, stop, loss = self.steps_done, self.requests.stop, None
+        step, loss = self.steps_done, None
+        if self.validation_due(step) or self.saves.due(step, self.last_step, self.requests.are_open):
+            self.guard.settle()  # nothing is done with a step of which it is not known whether it counts
+        stop = self.requests.stop
         last, stopping = step == self.last_step, stop is not None
         if stopping and not last:
             self.say(f"{stop}: the run stops after step {step}; a second signal ends it at once")

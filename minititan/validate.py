@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from minititan.distributed import to_device
 from minititan.loss import IGNORED
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def run_validation(
     if pipeline is not None:
         pipeline.begin_evaluation()
     for batch in batches:
-        inputs = own_part({name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()})
+        inputs = own_part(to_device(batch, device))
         sums[1] += (inputs["labels"] != IGNORED).sum()
         sums[0] += _token_losses(parts[0], inputs) if pipeline is None else pipeline.token_losses(inputs)
     for part, mode in zip(parts, training, strict=True):

@@ -1,8 +1,9 @@
 """What only a GPU can show, in one command for a machine that has one: `python tests/gpu_check.py`.
 
 Each case trains 10 steps on the machine's GPUs and compares every loss with the same steps on one CPU
-process; one case stops and resumes. Then the kernels of attention, each by itself. Prints a line a case and
-ends with 1 if one failed. `--on-cpu` runs the same cases without a GPU, to try the script itself.
+process; one case stops and resumes. Then the kernels of attention, each by itself, and steps between logs, in
+which the host must not wait for the device. Prints a line a case and ends with 1 if one failed. `--on-cpu`
+runs the same cases without a GPU, to try the script itself.
 """
 
 import json
@@ -15,7 +16,11 @@ from pathlib import Path
 
 import torch
 
+from minititan.config import load
+from minititan.distributed import init_distributed
 from minititan.models.masks import attend, causal_mask
+from minititan.run import check
+from minititan.train import Trainer
 
 BASE = {
     "training.steps": "10",
@@ -111,6 +116,44 @@ def check_attention(device: str) -> int:
     return failed
 
 
+WITHOUT_WAITS = {
+    "dense": {},
+    "dense, bfloat16, compiled": BFLOAT16 | COMPILE,
+    "dense, Muon, spikes watched": {"optimizer.name": "Muon", "debug.loss_spike_factor": "10.0"},
+    "experts, bfloat16": BFLOAT16 | {"model.name": "qwen3", "model.flavor": "debugmodel_moe"},
+    "experts and their bias": BFLOAT16 | {"model.name": "deepseek_v3", "model.flavor": "debugmodel"},
+}
+
+
+def check_waits(root: Path, on_cpu: bool) -> int:
+    """Take steps between logs with what makes the host wait for one GPU an error; return how many failed."""
+    failed = 0
+    for index, (title, keys) in enumerate(WITHOUT_WAITS.items()):
+        config = root / f"waits-{index}.toml"
+        config.touch()
+        keys = BASE | {"training.global_batch_size": "4", "metrics.log_freq": "100"} | keys
+        words = [f"--{key}={value}" for key, value in keys.items()]
+        words += [f"--job.config_file={config}", f"--job.dump_folder={root / f'waits-{index}'}"]
+        trainer = Trainer.build(check(load(words), 1), init_distributed(timeout_seconds=300))
+        batches = iter(trainer.loader)
+        for _ in range(3):
+            trainer.step(batches)
+        verdict, found = "ok", ""
+        try:
+            if not on_cpu:
+                torch.cuda.set_sync_debug_mode("error")
+            for _ in range(4):
+                trainer.step(batches)
+        except RuntimeError as error:
+            verdict, found = "FAILED", f": {error}"
+        finally:
+            if not on_cpu:
+                torch.cuda.set_sync_debug_mode("default")
+        print(f"{verdict:6}  the host does not wait, {title}{found}")
+        failed += verdict != "ok"
+    return failed
+
+
 def main() -> int:
     on_cpu = "--on-cpu" in sys.argv
     processes = 2 if on_cpu else torch.cuda.device_count()
@@ -138,6 +181,7 @@ def main() -> int:
             except (RuntimeError, ValueError) as error:
                 print(f"FAILED  {title}: {error}")
                 failed += 1
+        failed += check_waits(root, on_cpu)
     failed += check_attention("cpu" if on_cpu else "cuda")
     return int(failed > 0)
 

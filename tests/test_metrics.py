@@ -114,6 +114,19 @@ def test_wandb_without_the_package_says_what_to_install(make_logger, tmp_path, m
         make_logger(tmp_path, enable_wandb=True)
 
 
+def test_wandb_that_is_off_is_neither_imported_nor_looked_for(make_logger, tmp_path, monkeypatch):
+    def refused(name: str) -> None:
+        raise AssertionError(f"{name} was to be left alone")
+
+    monkeypatch.setattr("minititan.sinks.importlib.util.find_spec", refused)
+    monkeypatch.setattr("minititan.sinks.importlib.import_module", refused)
+    logger = make_logger(tmp_path)
+    logger.log_step(step(1))
+    logger.close()
+    with pytest.raises(AssertionError, match="wandb was to be left alone"):
+        make_logger(tmp_path, enable_wandb=True)
+
+
 def test_speeds_follow_from_the_times(make_logger, tmp_path, clock):
     logger = make_logger(tmp_path, start_step=20, start_tokens=20_000, peak_tflops=10.0)
     with logger.data_loading():

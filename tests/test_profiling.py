@@ -59,3 +59,15 @@ def test_a_trace_that_cannot_be_written_is_an_error_not_a_crash(tmp_path):
 def test_without_folders_nothing_is_recorded(tmp_path):
     run(make_profiler(tmp_path, traces=None), range(11, 21))
     assert not list(tmp_path.iterdir())
+
+
+def test_off_it_asks_nothing_of_torch(tmp_path, monkeypatch):
+    def refused(*args, **options):
+        raise AssertionError("nothing was to be recorded")
+
+    monkeypatch.setattr("minititan.profiling.profile", refused)
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", refused)
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", refused)
+    run(make_profiler(tmp_path, traces=None), range(11, 21))
+    with pytest.raises(AssertionError, match="nothing was"):
+        run(make_profiler(tmp_path, traces=None, snapshots=tmp_path), range(11, 21))
