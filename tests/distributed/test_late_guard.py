@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from tests.distributed.harness import run_ranks
 from tests.distributed.layouts import Overrides
@@ -222,7 +222,7 @@ def steps_without_reads(
         assert judged.step == trainer.steps_done, "only the step before may be read"
         with (
             mock.patch.object(Tensor, "tolist", tolist),
-            torch.utils._python_dispatch._disable_current_modes(),
+            _disable_current_modes(),
         ):
             return read(judged)
 
