@@ -314,4 +314,7 @@ class _WithLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         dtype, device = ctx.loss
-        return grad, torch.as_tensor(ctx.weight, dtype=dtype, device=device), None
+        if isinstance(ctx.weight, Tensor):
+            return grad, ctx.weight.to(device, dtype), None
+        # A number is filled in on the device: copied there, the host would wait.
+        return grad, torch.full((), ctx.weight, dtype=dtype, device=device), None
