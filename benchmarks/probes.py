@@ -19,6 +19,8 @@ from schedules import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Span
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from minititan.distributed import keep_freed_memory
+
 R = TypeVar("R")
 
 
@@ -44,6 +46,7 @@ def on_ranks(work: Callable[..., R], ranks: int, *args: object) -> list[R]:
 
 def _rank(work: Callable[..., Any], rank: int, ranks: int, folder: Path, args: tuple[object, ...]) -> None:
     torch.set_num_threads(1)
+    keep_freed_memory()  # as a run does
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     result = pickle.dumps(work(rank, ranks, *args))
     dist.barrier()

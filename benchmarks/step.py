@@ -36,7 +36,6 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from minititan import train
-from minititan.distributed import keep_freed_memory
 from minititan.parallelisms import collectives
 from minititan.train import Trainer
 
@@ -70,7 +69,6 @@ def seconds(call: Callable[[], object]) -> float:
 def use_threads(world: int) -> None:
     """Set up a forked rank as a run does."""
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world))
-    keep_freed_memory()
 
 
 # ---- the limit
@@ -239,11 +237,7 @@ def phases_in_rank(rank: int, world: int, keys: Keys, folder: str, steps: int) -
             (trainer, "log", "log"),
         ):
             timed = phases.around(name, getattr(owner, attribute))
-            if owner is Tensor:
-                # A function in the class is a method, so that it is called with the tensor.
-                patches.enter_context(mock.patch.object(owner, attribute, timed))
-            else:
-                patches.enter_context(mock.patch.object(owner, attribute, timed))
+            patches.enter_context(mock.patch.object(owner, attribute, timed))
         loader = timed_iterator(batches, phases)
         for step in range(steps):
             phases.spent.clear()
@@ -329,7 +323,6 @@ def tp_in_rank(rank: int, world: int, keys: Keys, folder: str, rounds: int) -> d
 
     with collectives_as({name: recorder(name) for name in COLLECTIVES}):
         trainer.step(batches)
-    # Made ahead, so that a step that computes waits for nothing else.
     spent: dict[str, list[float]] = defaultdict(list)
 
     def communicate() -> None:

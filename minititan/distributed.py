@@ -240,6 +240,16 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     random.seed(derived)
 
 
+def hash_of_ranks(own: Tensor, group: dist.ProcessGroup) -> str:
+    """Return the SHA-256 of integers [n, ...] of all ranks of the group, in their order, as little-endian
+    int64. Every rank of it.
+    """
+    parts = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(parts, own, group=group)
+    ids = torch.cat(parts).cpu().numpy().astype("<i8")
+    return hashlib.sha256(ids.tobytes()).hexdigest()
+
+
 def device_memory(device: torch.device) -> DeviceMemory:
     """The allocator's peaks on a GPU; on a CPU the resident set, now (active) and at its peak (reserved)."""
     if device.type == "cuda":

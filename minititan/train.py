@@ -10,7 +10,6 @@ if __name__ == "__main__":
     # Nothing that is imported is garbage: looking for some took a fifth of the start, and as long at the end.
     gc.disable()
 
-import hashlib
 import signal
 import sys
 import time
@@ -29,6 +28,7 @@ from minititan.distributed import (
     PREEMPTED_EXIT_CODE,
     Distributed,
     first_error_speaks,
+    hash_of_ranks,
     init_distributed,
     rank_from_env,
     report_and_exit,
@@ -241,6 +241,7 @@ class Trainer:
         dist.all_reduce(loss, group=group)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
         sequences = self.job.layout.batch_sizes.at(self.steps_done)
+        hashed, own = self.config.metrics.log_batch_hash, torch.cat([batch["tokens"] for batch in batches])
         done = Step(
             step=self.steps_done,
             loss=(loss / labels).item(),
@@ -252,20 +253,10 @@ class Trainer:
             sources=self.loader.consumed() if self.config.data.sources else None,
             skipped_steps=self.guard.skipped,
             loss_scale=self.guard.scale.value if self.guard.scale else None,
-            batch_sha256=self.batch_hash(batches) if self.config.metrics.log_batch_hash else None,
+            batch_sha256=hash_of_ranks(own, self.meshes.dp.get_group()) if hashed else None,
             routing=self.routers.result(sequences, sequences * self.config.training.seq_len),
         )
         self.metrics.log_step(done)
-
-    def batch_hash(self, micro_batches: list[Batch]) -> str:
-        """Return the SHA-256 of the step's token ids in global order, little-endian int64; every rank must
-        call it.
-        """
-        own = torch.cat([batch["tokens"] for batch in micro_batches])  # [share, T]
-        parts = [torch.empty_like(own) for _ in range(self.job.layout.dp)]
-        dist.all_gather(parts, own, group=self.meshes.dp.get_group())
-        ids = torch.cat(parts).cpu().numpy().astype("<i8")
-        return hashlib.sha256(ids.tobytes()).hexdigest()
 
     # ---- the loop
 
@@ -316,6 +307,7 @@ class Trainer:
             if self.saves.due(step, self.last_step, self.requests.save or stopping):
                 progress = Progress(step, self.tokens_seen)
                 self.saves.save(progress, last=last, stopping=stopping, validation_loss=loss)
+                gc.collect()  # what lived through a collection of the young and is garbage now, too
                 self.tell_status()
 
     def validation_due(self, step: int) -> bool:
