@@ -15,12 +15,11 @@ import argparse
 import gc
 import os
 import statistics
-import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,9 +29,16 @@ import torch.distributed as dist
 from probes import on_ranks
 from reports import machine, machine_line, spread, verdict, write_json, write_part
 from scaling import Keys, begun
+from step_parts import (
+    COLLECTIVES,
+    Kernels,
+    Phases,
+    collectives_as,
+    seconds,
+    timed_iterator,
+    without_ranks,
+)
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from minititan import train
@@ -55,15 +61,8 @@ COMMON: Keys = {
     "training.steps": "100000",
 }
 COMPILED: Keys = {"compile.enable": "true"}
-KERNELS = ("mm", "addmm", "bmm", "baddbmm", "grouped_mm", "attention")
 GOALS = {"eager": 0.85, "compiled": 0.90}
 TRAINER_GOAL, HOST_GOAL, TP_GOAL = 1.01, 0.005, 1.15
-
-
-def seconds(call: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    call()
-    return time.perf_counter() - begin
 
 
 def use_threads(world: int) -> None:
@@ -72,45 +71,6 @@ def use_threads(world: int) -> None:
 
 
 # ---- the limit
-
-
-class Kernels(TorchDispatchMode):
-    """Records the matrix products and attention kernels that run, with copies of their inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Any, Any, Any]] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        name = func._schema.name.split("::")[1].strip("_")
-        if name in KERNELS or "attention" in name:
-            copies = tree_map_only(Tensor, Tensor.clone, (args, dict(kwargs or {})))
-            self.calls.append((func, *copies))
-        return func(*args, **(kwargs or {}))
-
-    def run(self) -> dict[str, float]:
-        """Run all; return the seconds of products and of attention."""
-        spent: Counter[str] = Counter()
-        for func, args, kwargs in self.calls:
-            kind = "attention" if "attention" in func._schema.name else "products"
-            begin = time.perf_counter()
-            func(*args, **kwargs)
-            spent[kind] += time.perf_counter() - begin
-        return dict(spent)
-
-    def peak(self) -> float:
-        """Return the FLOP/s of the fastest of the matrix products, each repeated."""
-        best = 0.0
-        shapes = {}
-        for func, args, _ in self.calls:
-            if func is torch.ops.aten.mm.default:
-                shapes[tuple(args[0].shape), tuple(args[1].shape)] = args
-        for (left, right), args in shapes.items():
-            time_each = min(seconds(lambda a=args: torch.mm(*a)) for _ in range(5))
-            best = max(best, 2 * left[0] * left[1] * right[1] / time_each)
-        return best
 
 
 class BareLoop:
@@ -192,33 +152,6 @@ def limit(folder: str, options: argparse.Namespace) -> tuple[str, Any]:
 # ---- phases
 
 
-class Phases:
-    """Adds up the host's time by phase; of a phase inside another, only to the inner one."""
-
-    def __init__(self) -> None:
-        self.spent: Counter[str] = Counter()
-        self.stack: list[float] = []
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        begin = time.perf_counter()
-        self.stack.append(0.0)
-        try:
-            yield
-        finally:
-            spent = time.perf_counter() - begin
-            self.spent[name] += spent - self.stack.pop()
-            if self.stack:
-                self.stack[-1] += spent
-
-    def around(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **options: Any) -> Any:
-            with self.phase(name):
-                return call(*args, **options)
-
-        return timed
-
-
 def phases_in_rank(rank: int, world: int, keys: Keys, folder: str, steps: int) -> list[dict[str, float]]:
     use_threads(world)
     trainer, batches = begun(world, keys, folder)
@@ -244,20 +177,12 @@ def phases_in_rank(rank: int, world: int, keys: Keys, folder: str, steps: int) -
             begin = time.perf_counter()
             with phases.phase("rest"):
                 trainer.step(loader)
-                trainer.metrics.due(trainer.steps_done)
             # As a run does every `gc_freq` steps.
             if step % 2:
                 with phases.phase("gc"):
                     gc.collect(1)
             found.append(dict(phases.spent) | {"step": time.perf_counter() - begin})
     return found
-
-
-def timed_iterator(batches: Iterator[Any], phases: Phases) -> Iterator[Any]:
-    while True:
-        with phases.phase("data"):
-            batch = next(batches)
-        yield batch
 
 
 def phases(folder: str, options: argparse.Namespace) -> tuple[str, Any]:
@@ -282,29 +207,6 @@ def phases(folder: str, options: argparse.Namespace) -> tuple[str, Any]:
 
 
 # ---- tensor parallelism
-
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
-
-
-@contextmanager
-def collectives_as(replacements: Mapping[str, Callable[..., Tensor]]) -> Iterator[None]:
-    """Put others in the place of the collectives, wherever the package uses them."""
-    with ExitStack() as patches:
-        for name, replacement in replacements.items():
-            original = getattr(collectives, name)
-            for module in [m for n, m in sys.modules.items() if n.startswith("minititan")]:
-                if vars(module).get(name) is original:
-                    patches.enter_context(mock.patch.object(module, name, replacement))
-        yield
-
-
-def without_ranks(group_size: int) -> dict[str, Callable[..., Tensor]]:
-    """Collectives that send nothing: of the right shapes, and with the local values."""
-    return {
-        "all_gather": lambda x, group: x.repeat(group_size, *[1] * (x.dim() - 1)),
-        "reduce_scatter": lambda x, group: x[: len(x) // group_size].clone(),
-        "all_reduce": lambda x, group, operation="sum": x.clone(),
-    }
 
 
 def tp_in_rank(rank: int, world: int, keys: Keys, folder: str, rounds: int) -> dict[str, list[float]]:
@@ -421,11 +323,9 @@ def layouts(folder: str, options: argparse.Namespace) -> tuple[str, Any]:
     peaks: dict[str, float] = {}
     for _ in range(2):
         for name, (ranks, keys) in LAYOUTS.items():
-            data = 1 if TENSOR in keys and SHARDED not in keys else ranks
-            own = SIZES["10M"] | keys
-            if "PP" in name or "CP" in name or "TP 2" in name:
-                data = int(keys.get(SHARDED, "1"))
-            words = COMMON | own | {"training.local_batch_size": str(TOKENS // SEQ_LEN // data)}
+            data = int(keys.get(SHARDED, "1")) * int(keys.get(REPLICATED, "1"))
+            share = {"training.local_batch_size": str(TOKENS // SEQ_LEN // data)}
+            words = COMMON | SIZES["10M"] | keys | share
             found = on_ranks(layout_in_rank, ranks, words, folder, options.rounds)
             times[name] += [max(step) for step in zip(*(rank["seconds"] for rank in found), strict=True)]
             peaks[name] = max(rank["peak_gib"] for rank in found)
