@@ -12,6 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+# In lower precisions PyTorch's operators decide what is rounded when.
+UNROUNDED = (torch.float32, torch.float64)
+
 _silu_backward: Any = torch.ops.aten.silu_backward.grad_input
 
 
@@ -19,8 +22,8 @@ class RMSNorm(nn.RMSNorm):
     """x / rms(x) times a weight, over the last dimension (arXiv:1910.07467)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        # CUDA has one kernel for it; lower precisions are summed in float32 there and here.
-        if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64) or _compiling():
+        # CUDA has one kernel for it.
+        if x.device.type != "cpu" or x.dtype not in UNROUNDED or _compiling():
             return super().forward(x)
         return _RMSNorm.apply(x, self.weight, self.eps)
 
@@ -49,7 +52,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return x [B, H, T, C] turned by the tables of `rotary_tables`: (a, b) -> (a cos - b sin, b cos + a sin)
     for the halves of its channels.
     """
-    if not _compiling():
+    if x.dtype in UNROUNDED and not _compiling():
         return _Rotate.apply(x, cos, sin)
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
