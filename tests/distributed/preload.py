@@ -4,7 +4,7 @@
 import them at their first use, which costs each process a second or two.
 """
 
-import torch._dynamo  # noqa: F401
+import torch._dynamo
 import torch.distributed.pipelining  # noqa: F401
 
 import minititan.train  # noqa: F401
