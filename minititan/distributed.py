@@ -12,7 +12,7 @@ import os
 import platform
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -240,12 +240,13 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     random.seed(derived)
 
 
-def hash_of_ranks(own: Tensor, group: dist.ProcessGroup) -> str:
-    """Return the SHA-256 of integers [n, ...] of all ranks of the group, in their order, as little-endian
-    int64. Every rank of it.
+def hash_of_ranks(own: Sequence[Tensor], group: dist.ProcessGroup) -> str:
+    """Return the SHA-256 of the integers, each [n, ...], of all ranks of the group, in their order, as
+    little-endian int64. Every rank of it.
     """
-    parts = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(parts, own, group=group)
+    whole = torch.cat([*own])
+    parts = [torch.empty_like(whole) for _ in range(group.size())]
+    dist.all_gather(parts, whole, group=group)
     ids = torch.cat(parts).cpu().numpy().astype("<i8")
     return hashlib.sha256(ids.tobytes()).hexdigest()
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 _foreach_mul_: Any = torch._foreach_mul_  # pyright: ignore[reportPrivateImportUsage]
-_foreach_norm: Any = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
+foreach_norm: Any = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
 
 
 def finish_gradients(parameters: Sequence[nn.Parameter]) -> None:
@@ -30,14 +30,14 @@ def finish_gradients(parameters: Sequence[nn.Parameter]) -> None:
 @torch.no_grad()
 def unscale_gradients(parameters: Sequence[nn.Parameter], scale: float) -> None:
     """Divide all gradients by the loss scale."""
-    grads = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    grads = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
     _foreach_mul_(grads, 1 / scale)
 
 
 @torch.no_grad()
 def clip_gradients(parameters: Sequence[nn.Parameter], norm: Tensor, max_norm: float) -> None:
     """Scale all gradients, whose global norm is `norm`, so that it is at most `max_norm` (0: leave them)."""
-    grads = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    grads = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if max_norm > 0 and grads:
         _foreach_mul_(grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
 
@@ -69,7 +69,7 @@ def _sharded_axes(grad: Tensor) -> object:
 
 def _squared_norm(grads: list[Tensor]) -> Tensor:
     dtype = torch.promote_types(grads[0].dtype, torch.float32)
-    square = torch.stack(_foreach_norm([_local(grad) for grad in grads], 2, dtype=dtype)).square().sum()
+    square = torch.stack(foreach_norm([local_part(grad) for grad in grads], 2, dtype=dtype)).square().sum()
     axes = _sharded_axes(grads[0])
     if isinstance(axes, tuple):
         mesh, sharded = axes
@@ -79,5 +79,6 @@ def _squared_norm(grads: list[Tensor]) -> Tensor:
     return square
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -19,13 +19,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from minititan.config import ConfigError
+from minititan.gradients import foreach_norm, local_part
 from minititan.loss_scale import LossScale
 from minititan.step_requests import StepRequests, on_any_rank
-
-_foreach_norm: Any = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
 
 WAY_OUT = "lower optimizer.lr, or look at the data; a restart goes on from the last checkpoint"
 
@@ -221,12 +219,8 @@ def _not_finite(loss: float | None, judged: _Judged) -> str:
 
 def _broken(parameters: Mapping[str, nn.Parameter]) -> Tensor:
     """Return for each parameter whether this rank's part of its gradient is not finite, on the device."""
-    grads = {name: _local(p.grad) for name, p in parameters.items() if p.grad is not None}
+    grads = {name: local_part(p.grad) for name, p in parameters.items() if p.grad is not None}
     grads = {name: grad for name, grad in grads.items() if grad.numel()}
-    largest = dict(zip(grads, _foreach_norm([*grads.values()], math.inf), strict=True)) if grads else {}
+    largest = dict(zip(grads, foreach_norm([*grads.values()], math.inf), strict=True)) if grads else {}
     none = torch.zeros((), device=next(iter(largest.values())).device if largest else None)
     return torch.stack([~largest.get(name, none).isfinite() for name in parameters])
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -241,7 +241,7 @@ class Trainer:
         dist.all_reduce(loss, group=group)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
         sequences = self.job.layout.batch_sizes.at(self.steps_done)
-        hashed, own = self.config.metrics.log_batch_hash, torch.cat([batch["tokens"] for batch in batches])
+        hashed, tokens = self.config.metrics.log_batch_hash, [batch["tokens"] for batch in batches]
         done = Step(
             step=self.steps_done,
             loss=(loss / labels).item(),
@@ -253,7 +253,7 @@ class Trainer:
             sources=self.loader.consumed() if self.config.data.sources else None,
             skipped_steps=self.guard.skipped,
             loss_scale=self.guard.scale.value if self.guard.scale else None,
-            batch_sha256=hash_of_ranks(own, self.meshes.dp.get_group()) if hashed else None,
+            batch_sha256=hash_of_ranks(tokens, self.meshes.dp.get_group()) if hashed else None,
             routing=self.routers.result(sequences, sequences * self.config.training.seq_len),
         )
         self.metrics.log_step(done)
