@@ -19,7 +19,7 @@ from schedules import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Span
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minititan.distributed import keep_freed_memory
+from minititan.cpu import set_up_cpu
 
 R = TypeVar("R")
 
@@ -46,7 +46,7 @@ def on_ranks(work: Callable[..., R], ranks: int, *args: object) -> list[R]:
 
 def _rank(work: Callable[..., Any], rank: int, ranks: int, folder: Path, args: tuple[object, ...]) -> None:
     torch.set_num_threads(1)
-    keep_freed_memory()  # as a run does
+    set_up_cpu()  # as a run does
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     result = pickle.dumps(work(rank, ranks, *args))
     dist.barrier()

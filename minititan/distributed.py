@@ -5,11 +5,9 @@ run is a world of one, with a process group all the same, so that one code path 
 GPU runs is listed in `docs/gpu.md`.
 """
 
-import ctypes
 import hashlib
 import math
 import os
-import platform
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,6 +24,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from minititan.config import ConfigError, RankFault
+from minititan.cpu import set_up_cpu
 from minititan.signals import StopSignals
 
 USER_ERROR_EXIT_CODE = 2
@@ -101,7 +100,7 @@ def init_distributed(
         threads = thread_share(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         if threads is not None:
             torch.set_num_threads(threads)
-        keep_freed_memory()
+        set_up_cpu()
         backend = "gloo"
     timeout = timedelta(seconds=timeout_seconds)
     if "WORLD_SIZE" in os.environ:
@@ -149,21 +148,6 @@ def _trace_collectives(buffer: int, prefix: Path | None) -> None:
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
         os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(prefix))
         prefix.parent.mkdir(parents=True, exist_ok=True)
-
-
-def keep_freed_memory() -> None:
-    """Let glibc's allocator keep freed memory for the next step, unless the user's environment tunes it.
-
-    By default it gives large tensors back to the system at once and asks for new pages, cleared, the next
-    time: 170,000 page faults in a step of a 10M model, a sixth of its time.
-    """
-    tuned = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
-    if tuned or platform.libc_ver()[0] != "glibc":
-        return
-    trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of malloc.h
-    libc = ctypes.CDLL(None)
-    libc.mallopt(trim_threshold, -1)  # never
-    libc.mallopt(mmap_max, 0)
 
 
 def thread_share(local_world_size: int) -> int | None:

@@ -14,7 +14,7 @@ PACKAGE = Path(minititan.__file__).parent
 # A unit imports from lower levels and its own, never from higher ones; units of one level form no cycle.
 LEVELS = [
     {"config"},
-    {"models", "distributed", "faults", "run_status", "signals"},
+    {"models", "cpu", "distributed", "faults", "run_status", "signals"},
     {"checkpoint", "data", "optimizer", "loss", "metrics", "sinks", "profiling", "registry", "parallelisms"}
     | {
         "gradients",

@@ -1,14 +1,12 @@
 """The parts of a block that have a backward pass of their own, beside their plain forms and autograd."""
 
 from collections.abc import Callable
-from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minititan import distributed
 from minititan.models.pointwise import RMSNorm, rotate, swiglu
 from minititan.models.rotary import inverse_frequencies, rotary_tables
 
@@ -93,15 +91,3 @@ def test_swiglu_leaves_what_it_keeps_for_the_backward_pass():
     first = torch.autograd.grad(out.sum(), (gate, up), retain_graph=True)
     second = torch.autograd.grad(out.sum(), (gate, up))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-@pytest.mark.parametrize("name, calls", [("OTHER", 2), ("MALLOC_ARENA_MAX", 0), ("GLIBC_TUNABLES", 0)])
-def test_the_users_allocator_settings_are_kept(monkeypatch, name, calls):
-    for known in ("MALLOC_ARENA_MAX", "GLIBC_TUNABLES"):
-        monkeypatch.delenv(known, raising=False)
-    monkeypatch.setenv(name, "1")
-    libc = mock.Mock()
-    monkeypatch.setattr(distributed.platform, "libc_ver", lambda: ("glibc", "2.36"))
-    monkeypatch.setattr(distributed.ctypes, "CDLL", lambda name: libc)
-    distributed.keep_freed_memory()
-    assert libc.mallopt.call_count == calls

@@ -6,7 +6,10 @@ from typing import Any
 import torch
 
 from minititan.config import Config
-from minititan.parallelisms.activation_checkpoint import apply_activation_checkpoint, set_memory_budget
+from minititan.parallelisms.activation_checkpoint import (
+    apply_activation_checkpoint,
+    set_compiled_recomputation,
+)
 from minititan.parallelisms.compile import apply_compile
 from minititan.parallelisms.context_parallel import apply_context_parallel, build_split
 from minititan.parallelisms.expert_parallel import apply_expert_parallel, connect_routers
@@ -50,7 +53,9 @@ def parallelize(
         unit.localize(unwraps)
 
     recompute = config.activation_checkpoint
-    set_memory_budget(recompute.memory_budget if recompute.mode == "memory_budget" else None)
+    set_compiled_recomputation(
+        recompute.memory_budget if recompute.mode == "memory_budget" else None, meshes.tokens.device_type
+    )
     if recompute.mode in ("full", "selective"):
         apply_activation_checkpoint(
             blocks,

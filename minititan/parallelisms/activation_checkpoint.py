@@ -51,12 +51,14 @@ def apply_activation_checkpoint(
             block.compute = _checkpointed(block.compute, settings)
 
 
-def set_memory_budget(budget: float | None) -> None:
+def set_compiled_recomputation(budget: float | None, device: str) -> None:
     """Let compiled blocks keep this share, 0 to 1, of the activations that they would keep; None: all.
 
-    A setting of the compiler for the whole process.
+    On a CPU they don't keep what is pointwise from what is kept: a norm's or SwiGLU's output is made again in
+    passes over the same inputs, for three tenths of the memory. Settings of the compiler for the process.
     """
     functorch_config.activation_memory_budget = 1.0 if budget is None else budget
+    functorch_config.ban_recompute_materialized_backward = device != "cpu"
 
 
 def _checkpointed(compute: Callable[..., Any], settings: dict[str, Any]) -> Callable[..., Any]:
