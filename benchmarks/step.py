@@ -15,6 +15,7 @@ import argparse
 import gc
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -318,17 +319,18 @@ def layout_in_rank(rank: int, world: int, keys: Keys, folder: str, steps: int) -
 
 
 def layouts(folder: str, options: argparse.Namespace) -> tuple[str, Any]:
-    """In rounds, each layout in processes of its own."""
+    """In rounds, each layout in processes of its own, which take two steps after two of warm-up."""
     times: dict[str, list[float]] = defaultdict(list)
     peaks: dict[str, float] = {}
-    for _ in range(2):
+    for turn in range(options.rounds):
         for name, (ranks, keys) in LAYOUTS.items():
             data = int(keys.get(SHARDED, "1")) * int(keys.get(REPLICATED, "1"))
             share = {"training.local_batch_size": str(TOKENS // SEQ_LEN // data)}
             words = COMMON | SIZES["10M"] | keys | share
-            found = on_ranks(layout_in_rank, ranks, words, folder, options.rounds)
+            found = on_ranks(layout_in_rank, ranks, words, folder, 2)
             times[name] += [max(step) for step in zip(*(rank["seconds"] for rank in found), strict=True)]
             peaks[name] = max(rank["peak_gib"] for rank in found)
+            print(f"round {turn + 1}, {name}: {times[name][-1]:.2f} s a step", file=sys.stderr)
     first = statistics.median(times["one process"])
     lines = [
         "| layout | ranks | tokens/s | of one process | peak memory of a rank |",

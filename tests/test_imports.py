@@ -109,3 +109,21 @@ def test_nothing_heavy_is_loaded_at_start():
     units = sorted(graph().keys() - {"__main__"})
     imports = "; ".join(f"import minititan.{unit}" for unit in units)
     assert loaded_by(imports, *USED_LATE, *COMPILER) == []
+
+
+def test_an_eager_run_loads_no_compiler(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").touch()
+    (tmp_path / "text.txt").write_text("what is learned " * 100)
+    keys = {
+        "job.config_file": tmp_path / "run.toml",
+        "job.dump_folder": tmp_path / "out",
+        "data.cache_folder": tmp_path / "cache",
+        "training.dataset_path": tmp_path / "text.txt",
+        "training.mixed_precision_param": "float32",
+        "training.seq_len": 16,
+        "training.steps": 2,
+        "activation_checkpoint.mode": "none",
+    }
+    words = [f"--{key}={value}" for key, value in keys.items()]
+    assert loaded_by(f"from minititan.train import main; assert main({words}) == 0", *COMPILER) == []
+    assert (tmp_path / "out" / "metrics.jsonl").exists()

@@ -74,7 +74,7 @@ def forward_backward(model: nn.ModuleDict, indices: Tensor, rank: int) -> dict[s
     out = model["experts"](x, weights, indices, torch.bincount(indices.flatten(), minlength=EXPERTS))
     (out * draw(len(indices), WIDTH)).sum().backward()
     found = {"out": out.detach(), "x": x.grad, "weights": weights.grad}
-    return found | {name: parameter.grad for name, parameter in model.named_parameters()}  # pyright: ignore
+    return found | {name: parameter.grad for name, parameter in model.named_parameters()}  # pyright: ignore[reportReturnType]
 
 
 def compare(rank: int, world: int, kind: str) -> dict[Any, float]:
