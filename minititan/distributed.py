@@ -15,13 +15,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.tensor import DTensor
 
 from minititan.config import ConfigError, RankFault
 from minititan.cpu import set_up_cpu
@@ -148,6 +149,11 @@ def _trace_collectives(buffer: int, prefix: Path | None) -> None:
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
         os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(prefix))
         prefix.parent.mkdir(parents=True, exist_ok=True)
+
+
+def local_part(tensor: Any) -> Any:
+    """Return what this rank holds of a tensor, DTensor or not."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def thread_share(local_world_size: int) -> int | None:

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from minititan.distributed import local_part
+
 _foreach_mul_: Any = torch._foreach_mul_  # pyright: ignore[reportPrivateImportUsage]
 foreach_norm: Any = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
 
@@ -77,8 +79,3 @@ def _squared_norm(grads: list[Tensor]) -> Tensor:
             if mesh.size(axis) > 1:
                 dist.all_reduce(square, group=mesh.get_group(axis))
     return square
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

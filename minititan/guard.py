@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from minititan.config import ConfigError
-from minititan.gradients import foreach_norm, local_part
+from minititan.distributed import local_part
+from minititan.gradients import foreach_norm
 from minititan.loss_scale import LossScale
 from minititan.step_requests import StepRequests, on_any_rank
 

@@ -39,12 +39,12 @@ def init_parameters(
     Raises ValueError where `init_` leaves a value unset.
     """
     for name, parameter in named_parameters.items():
-        local, offset = local_part(parameter)
+        local, offset = located_part(parameter)
         if local.numel():
             _fill(name, local, parameter.shape, offset, init_, seed)
 
 
-def local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+def located_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """Return this rank's part of a tensor, DTensor or not, and where in the whole it begins."""
     whole = parameter.detach()
     if not isinstance(whole, DTensor):

@@ -20,6 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from minititan.distributed import local_part
+
 AdjustLR = Literal["match_rms_adamw", "original"]
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration (kellerjordan.github.io/posts/muon)
 EPS = 1e-7
@@ -65,11 +67,11 @@ def muon(
     `left_out`, on the device: 1 where they are to stay as they are.
     """
     for parameter, buffer in zip(parameters, momenta, strict=True):
-        before = None if left_out is None else [_local(x).clone() for x in (parameter, buffer)]
+        before = None if left_out is None else [local_part(x).clone() for x in (parameter, buffer)]
         gradient = parameter.grad.to(buffer.dtype)
         buffer.lerp_(gradient, 1 - momentum)
         update: Any = gradient.lerp(buffer, momentum)  # Nesterov's
-        local = _local(parameter)
+        local = local_part(parameter)
         if isinstance(parameter, DTensor):
             update = update.to_local() if _has_whole_matrices(parameter) else update.full_tensor()
         own = orthogonalize(update, steps, dtype)
@@ -77,12 +79,8 @@ def muon(
         local.mul_(1 - lr * weight_decay)
         local.add_(own, alpha=-adjusted_lr(lr, adjust, parameter.shape))
         if left_out is not None and before is not None:
-            for tensor, old in zip((local, _local(buffer)), before, strict=True):
+            for tensor, old in zip((local, local_part(buffer)), before, strict=True):
                 tensor.copy_(torch.where(left_out > 0, old, tensor))
-
-
-def _local(tensor: Any) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _has_whole_matrices(parameter: DTensor) -> bool:

@@ -17,10 +17,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim.adam import adam
 
 from minititan.config import ConfigError
+from minititan.distributed import local_part
 from minititan.muon import AdjustLR, muon
 
 OptimizerName = Literal["AdamW", "Adam", "Muon"]
@@ -200,8 +200,8 @@ def _adam(
     left_out: Tensor | None,
 ) -> None:
     """Adam or AdamW by torch's functional form, on local tensors: the parameters may be on several meshes."""
-    values, gradients = [_local(p) for p in parameters], [_local(p.grad) for p in parameters]
-    moments = [[_local(state[key]) for state in states] for key in ("exp_avg", "exp_avg_sq")]
+    values, gradients = [local_part(p) for p in parameters], [local_part(p.grad) for p in parameters]
+    moments = [[local_part(state[key]) for state in states] for key in ("exp_avg", "exp_avg_sq")]
     wide = moments[0][0].dtype != values[0].dtype
     if wide:  # moments in float32 beside bfloat16 parameters: all of the update is computed in float32
         gradients = [gradient.to(moments[0][0].dtype) for gradient in gradients]
@@ -227,11 +227,7 @@ def _adam(
     )
     if wide:
         for parameter, value in zip(parameters, values, strict=True):
-            _local(parameter).copy_(value)
-
-
-def _local(tensor: Any) -> Any:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local_part(parameter).copy_(value)
 
 
 def _initial_state(

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from minititan.distributed import local_part
 from minititan.models.moe import Router, Routing, RoutingRecord
 
 
@@ -78,7 +78,7 @@ class StepRouters:
             if bias is not None:
                 step = (counts.mean() - counts).sign() * router.correction_speed
                 step = step if left_out is None else step * (1 - left_out)
-                local = bias.to_local() if isinstance(bias, DTensor) else bias
+                local = local_part(bias)
                 local += step.to(local.device, local.dtype)
 
     def result(self, sequences: int, tokens: int) -> StepRouting | None:

@@ -13,9 +13,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from minititan.checkpoint.checkpointer import Checkpointer
+from minititan.distributed import local_part
 
 # Of one rank for another that writes more slowly; a disk that hangs must not look like a failure.
 GROUP_TIMEOUT = timedelta(hours=1)
@@ -63,7 +63,7 @@ class BackgroundSaves:
         for key, tensor in tensors.items():
             if key not in self._copies:
                 self._copies[key] = _cpu_like(tensor, self._pinned)
-            _local(self._copies[key]).copy_(_local(tensor), non_blocking=self._pinned)
+            local_part(self._copies[key]).copy_(local_part(tensor), non_blocking=self._pinned)
         if self._pinned:
             torch.cuda.synchronize()
         return {key: self._copies[key] for key in tensors}
@@ -87,10 +87,6 @@ class BackgroundSaves:
         if error is not None:
             raise error
         return True
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _cpu_like(tensor: Tensor, pinned: bool) -> Tensor:

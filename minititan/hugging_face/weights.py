@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from minititan.config import ConfigError
 from minititan.hugging_face.reading import Files, type_faults
-from minititan.init import local_part
+from minititan.init import located_part
 from minititan.models.hugging_face import HuggingFaceForm, matched, tensor_name
 
 _NAMES_SHOWN = 5
@@ -129,7 +129,7 @@ def load_into(
 ) -> None:
     """Set this rank's parts of the parameters, cast to their types."""
     for name, tensor in model_parameters.items():
-        local, offset = local_part(tensor)
+        local, offset = located_part(tensor)
         fill(local, offset, files, parameters[name])
 
 

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
+from minititan.distributed import local_part
 from minititan.models.moe import Experts, Router
 from minititan.parallelisms.tensor_parallel import BY_ROWS, style_of
 
@@ -111,8 +112,8 @@ def experts_dimension(parameter: nn.Parameter, shards: int) -> Shard:
 
     Experts that are spread over ranks are the same number on each, so DTensor knows uneven shards as well.
     """
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return next((Shard(i) for i, size in enumerate(local.shape) if size % shards == 0), Shard(0))
+    shape = local_part(parameter).shape
+    return next((Shard(i) for i, size in enumerate(shape) if size % shards == 0), Shard(0))
 
 
 def sharded_dimension(parameter: nn.Parameter, shards: int) -> Shard | None:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
-from torch.distributed.tensor import DTensor
+
+from minititan.distributed import local_part
 
 Batch = Mapping[str, Tensor]
 
@@ -162,15 +163,15 @@ class _Tied:
     @torch.no_grad()
     def fetch(self) -> None:
         """Give the head the embedding's values."""
-        own = None if self.embedding is None else _local(self.embedding)
-        copy = None if self.head is None else _local(self.head)
+        own = None if self.embedding is None else local_part(self.embedding)
+        copy = None if self.head is None else local_part(self.head)
         self._move(own, copy, self.first, self.last)
 
     @torch.no_grad()
     def add_gradient(self) -> None:
         """Add the head's gradient to the embedding's."""
-        own = None if self.embedding is None else _local(self.embedding.grad)
-        part = None if self.head is None else _local(self.head.grad)
+        own = None if self.embedding is None else local_part(self.embedding.grad)
+        part = None if self.head is None else local_part(self.head.grad)
         received = None if own is None else torch.empty_like(own)
         self._move(part, received, self.last, self.first)
         if own is not None and received is not None:
@@ -200,9 +201,5 @@ def _lay_out_gradients(part: nn.Module) -> None:
     keeps a transposed gradient as it is (torch 2.13), where autograd would copy it.
     """
     for parameter in part.parameters():
-        if parameter.grad is not None and not _local(parameter.grad).is_contiguous():
+        if parameter.grad is not None and not local_part(parameter.grad).is_contiguous():
             parameter.grad = parameter.grad.clone(memory_format=torch.contiguous_format)
-
-
-def _local(tensor: Any) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
