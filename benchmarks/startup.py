@@ -144,7 +144,7 @@ def table_of_runs(part: str, runs: Mapping[str, Sequence[Mapping[str, Any]]]) ->
     for case in cases:
         processes, kind = CASES[part][case]
         took, titan = statistics.median(totals[case]), TORCHTITAN_SECONDS[processes]
-        if kind in ("eager", "first"):
+        if kind == "eager":  # TorchTitan's are eager starts
             told = verdict(took / titan, 0.5, at_most=True)
             lines.append(f"- {case}: {took:.1f} s, {took / titan:.2f} of TorchTitan's {titan:.0f} s: {told}")
         counts = runs[case][-1]["compiler"]
