@@ -55,7 +55,7 @@ def compute_products_by_rows() -> None:
         return mm_out(keys, a, b, out=a.new_empty(a.shape[0], b.shape[-1]))
 
     def mm_out(keys: Any, a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
-        if not _is_tall(a) or out.shape[:1] != a.shape[:1]:
+        if not _is_tall(a) or out.shape != (a.shape[0], b.shape[-1]):  # it may be resized
             return product_out.call_boxed(keys, a, b, out=out)
         rows = ROWS_A_THREAD * torch.get_num_threads()
         for part, out_part in zip(a.split(rows), out.split(rows), strict=True):

@@ -63,6 +63,14 @@ def test_what_is_no_tall_matrix_is_left_to_blas(parts):
     assert parts == [False] * 3
 
 
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+@pytest.mark.parametrize("shape", [(0,), (37, 3), (5, 7)])
+def test_an_output_of_another_shape_is_resized_as_ever(parts, shape):
+    a, b, out = torch.randn(37, 5), torch.randn(5, 7), torch.zeros(shape)
+    assert torch.mm(a, b, out=out) is out
+    assert error(out, a, b) < 1e-5
+
+
 def test_a_wrong_product_is_refused_as_ever(parts):
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         torch.mm(torch.randn(37, 5), torch.randn(6, 7))

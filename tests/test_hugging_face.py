@@ -246,11 +246,11 @@ def test_a_family_without_a_form_and_one_that_is_not_imported(
 ) -> None:
     numbered(tmp_path / "source")
     step = run_import(tmp_path / "source", tmp_path / "run", *OWN_FAMILY)
-    monkeypatch.delitem(registry.families(), "numbered")  # type: ignore[arg-type]
+    monkeypatch.delitem(registry.families(), "numbered")
     assert main(["export", str(step), str(tmp_path / "folder")]) == 2
     assert "give --experimental.custom_import MODULE" in capsys.readouterr().err
     bare = registry.ModelSpec({"small": expert_family.Args()}, expert_family.Model, expert_family.init_)
-    monkeypatch.setitem(registry.families(), "numbered", bare)  # type: ignore[arg-type]
+    monkeypatch.setitem(registry.families(), "numbered", bare)
     assert main(["export", str(step), str(tmp_path / "folder")]) == 2
     assert "this family has no form of Hugging Face" in capsys.readouterr().err
     file = tmp_path / "run.toml"

@@ -98,7 +98,7 @@ def test_recomputation_routes_the_same(dtype, monkeypatch):
     plain(TOKENS).float().square().sum().backward()
     assert torch.equal(model.routing.layers["1"].counts, plain.routing.layers["1"].counts)  # not twice
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert one.grad is other.grad is None or torch.equal(one.grad, other.grad)  # pyright: ignore
+        assert one.grad is other.grad is None or torch.equal(one.grad, other.grad)
 
 
 @pytest.mark.parametrize(

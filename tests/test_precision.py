@@ -45,7 +45,7 @@ def test_types_that_do_not_fit(keys: list[str], fault: str, tmp_path: Path) -> N
 def test_the_scale_goes_as_torchs_does(seed: int) -> None:
     random_ = random.Random(seed)
     ours = LossScale(2.0**10, growth_interval=4)
-    theirs = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)  # pyright: ignore[reportPrivateImportUsage]
+    theirs = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)
     parameter = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([parameter], lr=0.0)
     for step in range(60):
